@@ -22,9 +22,8 @@ from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, pe
 from ztk.inference.packed import MANIFEST
 from ztk.nn.low_rank import Adapter
 from ztk.report.folder import PACKED
-from ztk.serve.calibration_text import calibration_tokens
 from ztk.serve.models import Opened, open_model
-from ztk.serve.packing import open_streamed, opened_unread
+from ztk.serve.packing import calibration_tokens, open_streamed, opened_unread
 from ztk.zero.offload import OffloadPolicy
 
 _HELD_OUT_TOKENS = 2048

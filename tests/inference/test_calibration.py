@@ -18,7 +18,7 @@ from ztk.inference.weights import collect
 from ztk.kernels import quantise_weight
 from ztk.kernels.shared.fitting import GROUP, fit_weight
 from ztk.kernels.shared.weight_formats import widen
-from ztk.serve import calibration_text, packing
+from ztk.serve import packing
 from ztk.serve.__main__ import main
 from ztk.serve.models import open_model
 from ztk.zero.offload import OffloadPolicy
@@ -152,7 +152,7 @@ def test_a_file_of_text_or_lines_chooses_the_weights_of_a_packed_folder(tmp_path
     (tmp_path / "text.txt").write_text("abcde " * 40)
     (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
     text, lines = (
-        calibration_text.calibration_tokens(str(tmp_path / name), tokenizer=opened.tokenizer)
+        packing.calibration_tokens(str(tmp_path / name), tokenizer=opened.tokenizer)
         for name in ("text.txt", "lines.jsonl")
     )
     assert text == tuple(opened.tokenizer.encode("abcde " * 40))

@@ -8,8 +8,7 @@ import pytest
 
 from tests.serve.test_server import Chatting, start
 from ztk.inference import SamplingParams
-from ztk.serve.bodies import read_body
-from ztk.serve.fields import header, ignored
+from ztk.serve.bodies import header, ignored, read_body
 from ztk.serve.text import TextStream
 from ztk.serve.values import BadRequest, parsed
 

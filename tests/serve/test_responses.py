@@ -17,9 +17,7 @@ from ztk.serve.answers import Shape
 from ztk.serve.app import ServePolicy
 from ztk.serve.bodies import read_body
 from ztk.serve.messages import PLAIN
-from ztk.serve.response_reply import ResponseReply, _Events
-from ztk.serve.responses import read_turn
-from ztk.serve.stored import Stored
+from ztk.serve.responses import ResponseReply, Stored, _Events, read_turn
 from ztk.serve.values import BadRequest
 
 EVENT = pydantic.TypeAdapter(responses.ResponseStreamEvent)

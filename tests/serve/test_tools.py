@@ -12,10 +12,9 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
-from ztk.serve.call_pieces import with_pieces
 from ztk.serve.messages import ChatOptions, read_options
 from ztk.serve.models import _Pretrained
-from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told
+from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told, with_pieces
 from ztk.serve.values import BadRequest, parsed
 
 USER = [{"role": "user", "content": "weather?"}]

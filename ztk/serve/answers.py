@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ztk.inference import Output, PromptLogprob
 from ztk.serve.bodies import Asked
-from ztk.serve.call_pieces import Call, CallPiece, with_pieces
 from ztk.serve.models import Tokenizer
 from ztk.serve.pieces import token_name
 from ztk.serve.text import TextStream
-from ztk.serve.tools import MARKS, CallStream, Format
+from ztk.serve.tools import MARKS, Call, CallPiece, CallStream, Format, with_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,17 +24,13 @@ from starlette.types import ASGIApp
 
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
-from ztk.serve.bodies import Limits, read_body
-from ztk.serve.fields import header
-from ztk.serve.guard import Guard
-from ztk.serve.http import Stream, failure, received, refused, watch
+from ztk.serve.bodies import Limits, header, read_body
+from ztk.serve.http import Guard, Stream, failure, received, refused, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
 from ztk.serve.replies import Failed, Reader, Reply
-from ztk.serve.response_reply import ResponseReply
-from ztk.serve.responses import read_turn
-from ztk.serve.stored import Stored
+from ztk.serve.responses import ResponseReply, Stored, read_turn
 from ztk.serve.texts import Texts
 from ztk.serve.tools import Format
 from ztk.serve.values import BadRequest, parsed, shown

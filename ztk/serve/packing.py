@@ -17,6 +17,7 @@ from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.core.policies.inference import calibration_faults
+from ztk.data.documents import Fault, read_documents
 from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
 from ztk.inference import UnreadModel
@@ -27,12 +28,17 @@ from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_pa
 from ztk.inference.placement import Placement
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
-from ztk.serve.calibration_text import calibration_tokens
-from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
+from ztk.serve.models import Opened, Tokenizer, open_model, open_packed_model, recorded_run, with_tokenizer
 from ztk.serve.trained import empty_decoder, trained_model
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer files, stored next to the weights
 _CHECKED_LAYERS = 2  # minimum for the comparison with transformers' own forward
+TOKENS = 8192  # of a text for calibration
+_DATA_KEYS = {
+    "data.path=": "inference.calibration=",
+    "use data.field=NAME": "name the field text",
+    ", or use data.on_error=skip": "",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,3 +274,26 @@ def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = Non
 
 def _files_of_transformers(folder: Path) -> list[Path]:
     return [file for file in folder.glob("*") if file.suffix in (".safetensors", *_TEXT_FILES)]
+
+
+def calibration_tokens(path: str, *, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the first `TOKENS` tokens of a text file, or of the field `text` of a jsonl or parquet file, its documents one after the other.
+
+    Raises:
+        ValueError: a line without that field, or a file that cannot be read or is empty.
+    """
+    tokens: list[int] = []
+    for item in read_documents(Path(path).expanduser(), field="text"):
+        if isinstance(item, Fault):
+            raise ValueError(_in_own_keys(item.text))
+        tokens += tokenizer.encode(item.text) if item.is_first else tokenizer.encode_text(item.text)
+        if len(tokens) >= TOKENS:
+            break
+    return tuple(tokens[:TOKENS])
+
+
+def _in_own_keys(fault: str) -> str:
+    """Returns an error about documents with the words for this file."""
+    for theirs, own in _DATA_KEYS.items():
+        fault = fault.replace(theirs, own)
+    return fault

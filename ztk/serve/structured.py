@@ -11,11 +11,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ztk.serve.models import Tokenizer
 from ztk.serve.values import BadRequest, flag, shown, thing
 
 _THREADS, _KEPT = 2, 64  # for masks; compiled grammars
@@ -139,29 +140,12 @@ def _depth(text: str) -> int:
     return most
 
 
-class Words(Protocol):
-    """The tokenizer's interface for grammars."""
-
-    @property
-    def special(self) -> Any:
-        """The texts of special tokens."""
-        ...
-
-    def encode_text(self, text: str) -> list[int]:
-        """Returns the tokens of a text alone."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes of a token."""
-        ...
-
-
 class Grammars:
     """Compiles the grammars of requests for one tokenizer. vocabulary: number of tokens that may be sampled. ends: tokens that end an
     answer.
     """
 
-    def __init__(self, tokenizer: Words, *, vocabulary: int, ends: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(ends)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ztk-serve-masks")

@@ -1,24 +1,12 @@
 """Converts tokens to text as they arrive, and finds stop texts."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+
+from ztk.serve.models import Tokenizer
 
 _REPLACED = "\ufffd"
 _BEFORE = 8  # last tokens of a prompt, decoded together with the answer's first ones
 _CHARACTER = 4  # most tokens of a character: one per byte
-
-
-class Decoder(Protocol):
-    """Converts tokens to text."""
-
-    @property
-    def special(self) -> Mapping[int, str]:
-        """The texts of special tokens, which `decode` omits."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Returns the text of `tokens`. Invalid UTF-8 becomes U+FFFD."""
-        ...
 
 
 class TextStream:
@@ -37,7 +25,7 @@ class TextStream:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Tokenizer,
         *,
         stops: tuple[str, ...] = (),
         prompt: Sequence[int] = (),
@@ -104,7 +92,7 @@ class TextStream:
             self.stopped, self._waiting, self._is_shown = True, "", []
             place, size = min(found)
             return _shown(text[: place + size * self._shows_stop], marks)
-        keep = max((_overlap(text, stop) for stop in stops), default=0)
+        keep = max((overlap(text, mark=stop) for stop in stops), default=0)
         self._waiting, self._is_shown = text[len(text) - keep :], marks[len(text) - keep :]
         return _shown(text[: len(text) - keep], marks)
 
@@ -113,6 +101,6 @@ def _shown(text: str, marks: Sequence[bool]) -> str:
     return "".join(letter for letter, is_shown in zip(text, marks, strict=False) if is_shown)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+def overlap(text: str, *, mark: str) -> int:
+    """Returns the length of the longest end of `text` that is a beginning of `mark`, and not all of it."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
