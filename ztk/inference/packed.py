@@ -11,19 +11,18 @@ are in memory. Parameters have any floating-point dtype.
 """
 
 import json
-import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ztk.core.policies.offload import PAGE_BYTES
 from ztk.inference.calibration import Calibration
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
@@ -45,24 +44,14 @@ from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, WeightReader, Weights
 
 MANIFEST, REST = "packed.json", "rest.bin"
-VERSION = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestPart:
-    """A tensor of `rest.bin`. dtype: torch's name without `torch.`."""
-
-    name: str
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
+VERSION = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. key: the source
-    of the weights. extra: notes of the caller of `pack`."""
+    """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. rest_bytes: in
+    memory in addition to the layers, without the embedding, which is mapped; head_bytes of them are the head's. key: the source of the
+    weights. extra: notes of the caller of `pack`."""
 
     path: Path
     weights: str
@@ -70,7 +59,8 @@ class Packed:
     items: list[Item]
     layer_bytes: int
     head: Item
-    rest: list[RestPart]
+    head_bytes: int
+    rest_bytes: int
     key: str
     extra: dict[str, Any]
 
@@ -78,16 +68,6 @@ class Packed:
     def weight_bytes(self) -> int:
         """Bytes of all layers and the head, norms and padding included."""
         return self.description.layers * self.layer_bytes + self.head_bytes
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of the head."""
-        return sum(part.nbytes for part in self.rest if part.name.startswith("head."))
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes in memory in addition to the layers, without the embedding, which is mapped."""
-        return sum(part.nbytes for part in self.rest if part.name != "embedding")
 
     @property
     def file(self) -> LayerFile[Layer]:
@@ -102,25 +82,15 @@ class Packed:
 
     def read_rest(self) -> tuple[Weights, Subject]:
         """Everything but the layers, and the description with its rotary tables."""
-        found = {part.name: tensor for part, tensor in self._rest_tensors()}
-        head = blank(self.head)
+        rest = torch.load(self.path / REST, mmap=True)
+        head, embedding = blank(self.head), rest.pop("embedding")
         assert isinstance(head, Product), "the head is a product"
         for name, tensor in tensors_of(head).items():
-            bytes_of(tensor).copy_(bytes_of(found[f"head.{name}"]))
-        tables = [
-            (found[f"tables.{number}.cos"], found[f"tables.{number}.sin"])
-            for number in range(sum(name.endswith(".cos") for name in found))
-        ]
-        norm = _affine(found, name="norm")
-        assert norm is not None, "every family has a last norm"
-        weights = Weights(
-            embedding=found["embedding"],
-            positions=found.get("positions"),
-            embedding_norm=_affine(found, name="embedding_norm"),
-            layers=[],
-            norm=norm,
-            head=head,
-        )
+            bytes_of(tensor).copy_(bytes_of(rest["head"][name]))
+        rest = tree_map_only(Tensor, Tensor.clone, rest | {"head": None})
+        tables = rest.pop("tables")
+        norms = {name: None if parts is None else Affine(**parts) for name, parts in rest.pop("norms").items()}
+        weights = Weights(**rest | norms | {"embedding": embedding, "layers": [], "head": head})
         return weights, Subject(description=self.description, tables=tables)
 
     def read_layer(self, number: int) -> LayerBuffer[Layer]:
@@ -136,16 +106,6 @@ class Packed:
                 view = view[count:]
         buffer.number = number
         return buffer
-
-    def _rest_tensors(self) -> Iterator[tuple[RestPart, Tensor]]:
-        with open(self.path / REST, "rb") as file:
-            # Copy on write: torch requires writable memory, although it is never written.
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        for part in self.rest:
-            memory = mapped[part.offset : part.offset + part.nbytes]
-            is_copied_elsewhere = part.name.startswith("head.")  # into its product
-            memory = memory if part.name == "embedding" or is_copied_elsewhere else memory.clone()
-            yield part, memory.view(getattr(torch, part.dtype)).view(part.shape)
 
 
 class FolderTaken(ValueError):
@@ -234,11 +194,12 @@ def open_packed(folder: str | os.PathLike) -> Packed:
         items=[Item(**item | {"shape": tuple(item["shape"])}) for item in manifest["items"]],
         layer_bytes=manifest["layer_bytes"],
         head=Item(**manifest["head"] | {"shape": tuple(manifest["head"]["shape"])}),
-        rest=[RestPart(**part | {"shape": tuple(part["shape"])}) for part in manifest["rest"]],
+        head_bytes=manifest["head_bytes"],
+        rest_bytes=manifest["rest_bytes"],
         key=manifest["key"],
         extra=manifest["extra"],
     )
-    expected = {LAYERS: packed.description.layers * packed.layer_bytes, REST: manifest["rest_bytes"]}
+    expected = {LAYERS: packed.description.layers * packed.layer_bytes, REST: manifest["file_bytes"]}
     for name, nbytes in expected.items():
         found = (path / name).stat().st_size if (path / name).is_file() else 0
         if found != nbytes:
@@ -255,19 +216,19 @@ def _write(folder: Path, *, subject: Subject, reader: WeightReader) -> dict[str,
     with LayerWriter(folder, count=of.layers) as writer:
         for number in range(of.layers):
             writer.write(values_of(reader.layer(number)))
-    items = writer.items
-    rest, at = reader.rest(), 0
-    parts = []
+    items, rest = writer.items, reader.rest()
+    norms = {"norm": rest.norm, "embedding_norm": rest.embedding_norm}
+    held = {
+        "positions": rest.positions,
+        "norms": {name: None if norm is None else tensors_of(norm) for name, norm in norms.items()},
+        "head": rest.head.tensors(),
+        "tables": subject.tables,
+    }
     with open(folder / REST, "wb") as file:
-        for name, tensor in _rest_of(rest, subject=subject):
-            at = -(-at // PAGE_BYTES) * PAGE_BYTES
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-            parts.append(RestPart(name=name, offset=at, nbytes=tensor.nbytes, dtype=dtype, shape=shape))
-            file.seek(at)
-            file.write(bytes_of(tensor.contiguous()).numpy())
-            at += tensor.nbytes
+        torch.save(tree_map_only(Tensor, _alone, held | {"embedding": rest.embedding}), file)
         file.flush()
         os.fsync(file.fileno())
+        nbytes = file.tell()
     head = item_of("head", value=rest.head)
     return {
         "version": VERSION,
@@ -275,30 +236,17 @@ def _write(folder: Path, *, subject: Subject, reader: WeightReader) -> dict[str,
         "items": [asdict(item) for item in items],
         "layer_bytes": writer.nbytes,
         "head": asdict(head),
-        "rest": [asdict(part) for part in parts],
-        "rest_bytes": at,
+        "head_bytes": sum(tensor.nbytes for tensor in held["head"].values()),
+        "rest_bytes": sum(tensor.nbytes for tensor in tree_leaves(held) if tensor is not None),
+        "file_bytes": nbytes,
         "layouts": _layouts([*items, head]),
         "torch": torch.__version__,
     }
 
 
-def _rest_of(rest: Weights, *, subject: Subject) -> Iterator[tuple[str, Tensor]]:
-    yield "embedding", rest.embedding
-    if rest.positions is not None:
-        yield "positions", rest.positions
-    for name, norm in (("embedding_norm", rest.embedding_norm), ("norm", rest.norm)):
-        if norm is not None:
-            yield from ((f"{name}.{part}", tensor) for part, tensor in tensors_of(norm).items())
-    yield from ((f"head.{part}", tensor) for part, tensor in rest.head.tensors().items())
-    for number, (cos, sin) in enumerate(subject.tables):
-        yield f"tables.{number}.cos", cos
-        yield f"tables.{number}.sin", sin
-
-
-def _affine(found: Mapping[str, Tensor], *, name: str) -> Affine | None:
-    if f"{name}.weight" not in found:
-        return None
-    return Affine(weight=found[f"{name}.weight"], bias=found.get(f"{name}.bias"))
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without the rest of its storage, which would be saved with it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _layouts(items: list[Item]) -> dict[str, str]:
