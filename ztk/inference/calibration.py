@@ -5,7 +5,7 @@ moments of their inputs. So only one layer is in memory at a time, the results d
 on the ranks that share the model, and every rank computes the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product, Recorded
 from ztk.inference.steps import Span
-from ztk.inference.weights import Layer, WeightReader
+from ztk.inference.weights import WeightReader
 
 PIECE = 512  # tokens of the text that see each other
 
@@ -33,7 +33,7 @@ class Calibration:
         if not tokens or not all(0 <= token < of.vocab_size for token in tokens):
             what = f"a token outside of 0 to {of.vocab_size - 1}" if tokens else "no tokens"
             raise ValueError(f"inference.calibration has {what}: name a text for the model's own tokenizer")
-        products = (Recorded, _first_output, Product)
+        products, self._made = (self._recorded, _first_output, Product), list[Recorded]()
         self._reader = WeightReader(state, description=of, placement=Placement(), products=products)
         self._model = InferenceModel(subject, weights=self._reader.rest())
         size = min(PIECE, of.max_len)
@@ -49,8 +49,8 @@ class Calibration:
         self._next = 0
 
     @torch.no_grad()
-    def __call__(self, number: int) -> Layer:
-        """The layer, whose products have recorded their inputs."""
+    def __call__(self, number: int) -> Iterator[Tensor]:
+        """As `Inputs` of a `WeightReader`."""
         assert number == self._next, "layers are computed one after the other"
         layer = self._reader.layer(number)
         self._hidden = [
@@ -58,7 +58,13 @@ class Calibration:
             for x, spans in zip(self._hidden, self._spans, strict=True)
         ]
         self._next += 1
-        return layer
+        moments = [product.moments for product in self._made]
+        self._made.clear()
+        return iter(moments)
+
+    def _recorded(self, affine: Affine) -> Product:
+        self._made.append(Recorded(affine))
+        return self._made[-1]
 
 
 def _first_output(affine: Affine) -> Product:

@@ -8,7 +8,6 @@ the vectorised code than the others, so that an element's bits would depend on t
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from ztk.inference.cut import Cut
 from ztk.inference.describe import NAMES, Description
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.placement import Placement
-from ztk.inference.products import Affine, Product, Recorded
+from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 
 _INNER = 64
@@ -66,7 +65,9 @@ class Layer:
     shared_gate: Product | None = None
 
 
-Inputs = Callable[[int], Layer]  # from the number of a layer to it, with products that have recorded their inputs
+Inputs = Callable[
+    [int], Iterator[Tensor]
+]  # from a layer's number to the moments of its products' inputs, as in `Affine`
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,8 +148,8 @@ def _joined(parts: list[Affine]) -> Affine:
 class WeightReader:
     """Builds the parts of the weights one at a time, and reads only the parameters of that part from `state`, which have any shape.
 
-    products: by default the placement's. inputs: called for each layer in order, whose weights are quantised for the inputs that it has
-    recorded.
+    products: by default the placement's. inputs: called for each layer in order, whose weights are quantised for these inputs; its products are
+    in the order in which `layer` makes them.
 
     Raises:
         ValueError: as `collect`.
@@ -166,6 +167,7 @@ class WeightReader:
     ) -> None:
         self._state, self._of, self._names = state, description, NAMES[description.family]
         self._cut, self._placement, self._inputs = cut or Cut(), placement, inputs
+        self._moments: Iterator[Tensor] | None = None
         self._layer_product, self._head_product, self._plain_product = products or products_of(placement)
 
     def rest(self) -> Weights:
@@ -184,43 +186,42 @@ class WeightReader:
     def layer(self, number: int) -> Layer:
         """One block."""
         names, of = self._names, self._of
-        block, recorded = names.block.format(number), None if self._inputs is None else self._inputs(number)
+        block, self._moments = names.block.format(number), None if self._inputs is None else self._inputs(number)
         norms = {
             kind: self._norm(block + getattr(names, kind))
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
             if getattr(names, kind)
         }
-        qkv = self.qkv(number, recorded=None if recorded is None else recorded.qkv)
-        layer = Layer(qkv=qkv, out=self.out(number, recorded=None if recorded is None else recorded.out), **norms)
+        layer = Layer(qkv=self.qkv(number), out=self.out(number), **norms)
         if of.qk_norm != "none":
             layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
         if self._is_sparse(number):
-            self._add_experts(layer, block=f"{block}mlp.", recorded=recorded)
-        layer.mlp = self.mlp(number, recorded=None if recorded is None else recorded.mlp)
+            self._add_experts(layer, block=f"{block}mlp.")
+        layer.mlp = self.mlp(number)
         return layer
 
-    def qkv(self, number: int, *, recorded: Product | None = None) -> Product:
+    def qkv(self, number: int) -> Product:
         """The projections of queries, keys and values of a block."""
         of, (query, key, value) = self._of, self._projections(self._names.block.format(number))
         query = self._cut.query(query, description=of)
         key, value = (self._cut.key(part, description=of) for part in (key, value))
-        return self._product(_joined([query, key, value]), recorded=recorded)
+        return self._product(_joined([query, key, value]))
 
-    def out(self, number: int, *, recorded: Product | None = None) -> Product:
+    def out(self, number: int) -> Product:
         """The output projection of a block's attention."""
         out = self._matrix(self._names.block.format(number) + self._names.out)
-        return self._product(self._cut.out(out, description=self._of), recorded=recorded)
+        return self._product(self._cut.out(out, description=self._of))
 
-    def mlp(self, number: int, *, recorded: Mlp | None = None) -> Mlp | None:
+    def mlp(self, number: int) -> Mlp | None:
         """The MLP of a block, or the shared expert next to its experts; None where there is neither."""
         block, names = self._names.block.format(number), self._names
         if not self._is_sparse(number):
-            return self._mlp(block, recorded=recorded)
+            return self._mlp(block)
         shared = f"{block}mlp.{names.shared}."
         if f"{shared}{names.parts[1]}.weight" not in self._state:
             return None
         gate, up, down = (self._affine(shared + part) for part in names.parts)
-        return self._padded(gate=gate, up=up, down=down, recorded=recorded)
+        return self._padded(gate=gate, up=up, down=down)
 
     def places(self, number: int) -> dict[str, tuple[str, ...]]:
         """The weights of a block's projections by name, with the products that each is in: qkv, out, gate, up, down."""
@@ -255,29 +256,22 @@ class WeightReader:
         query, key, value = (Affine(weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
         return query, key, value
 
-    def _product(self, affine: Affine, *, recorded: Product | None) -> Product:
-        """recorded: the product of full precision that has seen the inputs."""
-        if isinstance(recorded, Recorded):
-            affine = replace(affine, moments=recorded.moments)
-        return self._layer_product(affine)
+    def _product(self, affine: Affine) -> Product:
+        return self._layer_product(affine if self._moments is None else replace(affine, moments=next(self._moments)))
 
-    def _mlp(self, block: str, *, recorded: Mlp | None) -> Mlp:
+    def _mlp(self, block: str) -> Mlp:
         names = self._names
         down = self._matrix(block + names.down)
         if names.gate and not names.up:  # both in one
             gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
-            return self._padded(gate=gate, up=up, down=down, recorded=recorded)
+            return self._padded(gate=gate, up=up, down=down)
         gate = self._affine(block + names.gate) if names.gate else None
-        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down, recorded=recorded)
+        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
 
-    def _add_experts(self, layer: Layer, *, block: str, recorded: Layer | None) -> None:
+    def _add_experts(self, layer: Layer, *, block: str) -> None:
         experts = self._native_experts if self._of.family == "native" else self._pretrained_experts
         layer.router, triples = experts(block)
-        found = recorded.experts if recorded is not None and isinstance(recorded.experts, list) else repeat(None)
-        layer.experts = [
-            self._padded(gate=gate, up=up, down=down, recorded=one)
-            for (gate, up, down), one in zip(triples, found, strict=False)
-        ]
+        layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
         if self._placement.has_blocks:
             layer.experts = _stacked(layer.experts)
         if f"{block}shared_expert_gate.weight" in self._state:
@@ -298,7 +292,7 @@ class WeightReader:
         )
         return self._plain_product(self._affine(f"{block}gate")), each
 
-    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None, recorded: Mlp | None) -> Mlp:
+    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
         gate, up, down = self._cut.inner(gate=gate, up=up, down=down)
         extra = -up.weight.shape[0] % _INNER
 
@@ -309,11 +303,10 @@ class WeightReader:
             return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
 
         columns = F.pad(down.weight, (0, extra)) if extra else down.weight
-        seen = (None, None) if recorded is None else (recorded.up, recorded.down)
         return Mlp(
-            up=self._product(rows(up), recorded=seen[0]),
-            down=self._product(replace(down, weight=columns), recorded=seen[1]),
-            gate=None if gate is None else self._product(rows(gate), recorded=seen[0]),
+            up=self._product(rows(up)),
+            down=self._product(replace(down, weight=columns)),
+            gate=None if gate is None else self._product(rows(gate)),
         )
 
     def _norm(self, name: str) -> Affine:
