@@ -8,10 +8,11 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
 from ztk.serve.bodies import Limits, header, read_body
-from ztk.serve.http import Guard, Stream, failure, received, refused, watch
+from ztk.serve.http import Guard, Stream, failure, received, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
@@ -95,15 +96,17 @@ class Server:
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/responses", self._responses, methods=["POST"]),
+                Route("/v1/completions", partial(self._answer, chat=False), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
+                Route("/v1/responses", partial(self._answer, chat=True, is_response=True), methods=["POST"]),
                 Route("/version", self._version),
-                Route("/tokenize", self._text_route(self._texts.tokenize), methods=["POST"]),
-                Route("/detokenize", self._text_route(self._texts.detokenize), methods=["POST"]),
-                Route("/v1/embeddings", self._text_route(self._texts.embeddings, pool=self._vectors), methods=["POST"]),
+                Route("/tokenize", partial(self._text, self._texts.tokenize), methods=["POST"]),
+                Route("/detokenize", partial(self._text, self._texts.detokenize), methods=["POST"]),
+                Route(
+                    "/v1/embeddings", partial(self._text, self._texts.embeddings, pool=self._vectors), methods=["POST"]
+                ),
             ],
-            exception_handlers={BadRequest: _of_body, HTTPException: _of_route, Exception: _of_nobody},
+            exception_handlers=dict.fromkeys((BadRequest, HTTPException, ClientDisconnect, Exception), _failed),
         )
         self.app = _guarded(routes, policy=policy)
 
@@ -146,22 +149,13 @@ class Server:
             found = "unknown"
         return JSONResponse({"version": found})
 
-    def _text_route(
-        self, answer: Callable[[bytes], bytes], *, pool: ThreadPoolExecutor | None = None
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a route whose body is processed in a thread. pool: separate threads for expensive routes."""
-
-        async def route(request: Request) -> Response:
-            try:
-                self._authorise(request)
-                raw = await received(request, most=self._policy.limits.body_bytes)
-                return Response(await self._in_thread(answer, raw, pool=pool), media_type="application/json")
-            except ClientDisconnect:
-                return failure(400, message="the client has left before the end of its request")
-            except ValueError as error:
-                return refused(error)
-
-        return route
+    async def _text(
+        self, answer: Callable[[bytes], bytes], request: Request, *, pool: ThreadPoolExecutor | None = None
+    ) -> Response:
+        """Processes the body in a thread. pool: separate threads for expensive routes."""
+        raw = await self._received(request)
+        with _by_request():
+            return Response(await self._in_thread(answer, raw, pool=pool), media_type="application/json")
 
     async def _models(self, request: Request) -> Response:
         self._authorise(request)
@@ -178,29 +172,14 @@ class Server:
         model = {"id": name, "object": "model", "created": self._started, "owned_by": "ztk"}
         return model | {"root": self._opened.name, "parent": parent, "max_model_len": self._max_len}
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
-
-    async def _responses(self, request: Request) -> Response:
-        return await self._answer(request, chat=True, is_response=True)
-
     # One request
 
     async def _answer(self, request: Request, *, chat: bool, is_response: bool = False) -> Response:
         """Parses and queues a request, and answers at once or as a stream. is_response: in the format of Responses."""
-        outbox = Outbox()
-        try:
-            self._authorise(request)
-            raw = await received(request, most=self._policy.limits.body_bytes)
+        raw, outbox = await self._received(request), Outbox()
+        with _by_request():
             reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, is_response=is_response)
-            self._submit(reply.jobs)
-        except ClientDisconnect:
-            return failure(400, message="the client has left before the end of its request")
-        except ValueError as error:
-            return refused(error)
+        self._submit(reply.jobs)
         headers = header(reply.asked.ignored)
         self._tell(reply.asked.ignored)
         if reply.asked.stream:
@@ -215,6 +194,10 @@ class Server:
             watching.cancel()
             self._cancel(reply.jobs)
         return Response(body, media_type="application/json", headers=headers)
+
+    async def _received(self, request: Request) -> bytes:
+        self._authorise(request)
+        return await received(request, most=self._policy.limits.body_bytes)
 
     def _tell(self, names: tuple[str, ...]) -> None:
         """Logs ignored fields, each once."""
@@ -333,16 +316,26 @@ def _guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
     return app
 
 
-async def _of_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BadRequest), "as it is registered"
-    return refused(error)
+@contextmanager
+def _by_request() -> Iterator[None]:
+    """Context of code whose ValueErrors are faults of the request."""
+    try:
+        yield
+    except BadRequest:
+        raise
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
 
 
-async def _of_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "as it is registered"
-    text = f"{request.method} {request.url.path}: {error.detail}; see /v1/models, /v1/completions, /v1/chat/completions"
-    return failure(error.status_code, message=text, headers=dict(error.headers or {}))
-
-
-async def _of_nobody(request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
+    """The response to a request whose route has raised an error."""
+    match error:
+        case BadRequest():
+            options = {"param": error.param, "code": error.code, "headers": error.headers}
+            return failure(error.status, message=str(error), **options)
+        case ClientDisconnect():
+            return failure(400, message="the client has left before the end of its request")
+        case HTTPException():
+            text = f"{request.method} {request.url.path}: {error.detail}; see /v1/models, /v1/completions, /v1/chat/completions"
+            return failure(error.status_code, message=text, headers=dict(error.headers or {}))
     return failure(500, message=f"{type(error).__name__}: {error}")

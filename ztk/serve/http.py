@@ -42,12 +42,6 @@ async def watch(request: Request, *, outbox: Outbox) -> None:
     outbox.leave()
 
 
-def refused(error: ValueError) -> JSONResponse:
-    """Returns a response with status 400, or the status of a `BadRequest`."""
-    known = error if isinstance(error, BadRequest) else BadRequest(str(error))
-    return failure(known.status, message=str(known), param=known.param, code=known.code, headers=known.headers)
-
-
 class Stream(StreamingResponse):
     """Server-sent events. on_end: always called, even if the client disconnects before the first event: a generator that has not started
     runs no cleanup.
