@@ -13,7 +13,7 @@ from experiments.streams import share_of
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
-from ztk.inference.kept import Cut
+from ztk.inference.sample import Cut
 from ztk.rl.align import Sequences, last_answer
 from ztk.rl.rollout import Requests, RolloutPolicy, Samples, generate, states_away
 from ztk.train.engine import Engine

@@ -15,8 +15,7 @@ from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run
 from ztk.core.runtime import Mesh
-from ztk.inference.kept import Cut
-from ztk.inference.sample import fp32_logprobs
+from ztk.inference.sample import Cut, fp32_logprobs
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (

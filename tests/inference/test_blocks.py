@@ -13,7 +13,7 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
-from ztk.inference.read_parameters import ReadParameters
+from ztk.inference.opening import ReadParameters
 from ztk.inference.sample import DrawSteps, _cut, penalised, select
 from ztk.inference.slots import BlockPool
 from ztk.kernels import set_backend

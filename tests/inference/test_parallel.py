@@ -17,13 +17,13 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.cut import Cut
 from ztk.inference.describe import describe
 from ztk.inference.kernel_products import RowsProduct
+from ztk.inference.opening import ReadParameters
 from ztk.inference.parallel import _INLINE
 from ztk.inference.parts import blank, item_of
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine
 from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
-from ztk.inference.read_parameters import ReadParameters
 from ztk.inference.steps import Span
 from ztk.zero.offload import OffloadPolicy
 

@@ -9,17 +9,150 @@ holds: a row's product has the same bits among any others, skipped keys have the
 order, and sums over blocks are added in their order.
 """
 
+import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ztk.inference.answer_cache import AnswerCache, Kept
-from ztk.inference.attention import BLOCK
+from ztk.inference.attention import BLOCK, tile_of
 from ztk.inference.describe import Description
-from ztk.inference.equal_shapes import EqualShapes
 from ztk.inference.rows import constant
+from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Attention, RowStep
+
+_BATCHES = (1, 4, 33, 130)  # of products that are tried
+_ROWS = (4, 8, 16, 32, 64, 128, 256)
+_KEYS = (16, 32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualShapes:
+    """Shapes of attention's products that give a row the same bits as in a tile on this processor, found by trial.
+
+    On an EPYC with AVX512 (MKL) products of 4, 8, 16 and more rows agree, and products of 1 to 3 rows do not. The first 16, 32 or 48 of 64
+    keys have the same bits as among all, and so do results of weights that end with zeros. Torch sums 16 and 32 weights like 64 weights that
+    end with zeros, but not 48.
+
+    rows: numbers of query rows in a product, each with the bits of a tile's, rising. keys: how many of a block's first keys may be all that
+    is multiplied, rising."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def rows_for(self, count: int) -> int | None:
+        """The smallest number of rows with room for `count`, or None if there are too many."""
+        return next((rows for rows in self.rows if rows >= count), None)
+
+
+def equal_shapes(group: int, *, head_dim: int) -> EqualShapes:
+    """For `group` query heads per key head of `head_dim` elements; without any rows where none agrees."""
+    return _equal_shapes(group, head_dim, torch.get_num_threads())
+
+
+@functools.cache
+@torch.inference_mode()
+def _equal_shapes(group: int, head_dim: int, threads: int) -> EqualShapes:
+    """threads: torch's, by which a library may divide a product."""
+    tile, rows = group * tile_of(group), []
+    for count in _ROWS:
+        if not _agrees(count, tile=tile, head_dim=head_dim, keys=BLOCK):
+            break
+        rows.append(count)
+    least = next((count for count in rows if count >= group), 0)  # of an answer's own blocks
+    keys = [count for count in _KEYS if least and _agrees(least, tile=tile, head_dim=head_dim, keys=count)]
+    return EqualShapes(rows=tuple(rows), keys=(*keys, BLOCK))
+
+
+def _agrees(rows: int, *, tile: int, head_dim: int, keys: int) -> bool:
+    """Whether products and sums with this number of rows and the first `keys` have a tile's bits at every place, for any other rows."""
+    generator = torch.Generator().manual_seed(0)
+    for batch in _BATCHES:
+        query, key, value = (
+            torch.randn(batch, *shape, generator=generator)
+            for shape in ((tile, head_dim), (BLOCK, head_dim), (BLOCK, head_dim))
+        )
+        weights, at = torch.rand(batch, tile, BLOCK, generator=generator), torch.arange(rows).roll(1) % tile
+        weights[:, :, keys:] = 0
+        part = weights[:, at, :keys].contiguous()
+        pairs = (
+            (torch.bmm(query[:, at], key[:, :keys].mT), torch.bmm(query, key.mT)[:, at, :keys]),
+            (torch.bmm(part, value[:, :keys]), torch.bmm(weights, value)[:, at]),
+            (part[:, :1].sum(-1), weights.sum(-1)[:, at[:1]]),
+        )
+        if not all(torch.equal(own, full) for own, full in pairs):
+            return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Keys, or values, of one layer. shared: full blocks of prompts, [blocks, prompts, K, BLOCK, D]; finite numbers beyond a prompt's end.
+
+    own: the following blocks of each answer, [blocks, answers, K, BLOCK, D].
+    """
+
+    shared: Tensor
+    own: Tensor
+
+
+class AnswerCache:
+    """Keys and values of answers that are drawn in step, several to each prompt. Blocks filled by a prompt are stored once for all of its
+    answers.
+
+    keys[layer] and values[layer] of A answers; own[layer]: their own blocks, of keys and of values, [2, blocks, A, K, BLOCK, D].
+
+    live: number of answers that continue; they are in the first places.
+    prompts: of every prompt, in the slot of its number. lengths: their tokens. prompt_of: number of each answer's prompt. longest: tokens of an
+    answer at most. shares: blocks that prompts fill are stored once; else every answer has a copy.
+
+    filled: full blocks of each prompt that are shared. blocks: of an answer's own, at most.
+    """
+
+    def __init__(
+        self, prompts: SlabCache, *, lengths: Sequence[int], prompt_of: Sequence[int], longest: int, shares: bool
+    ) -> None:
+        self.filled = [length // BLOCK if shares else 0 for length in lengths]
+        self.prompt_of, self.live = list(prompt_of), len(prompt_of)
+        pairs = list(zip(lengths, self.filled, strict=True))
+        self.blocks = max(-(-(length + longest) // BLOCK) - own for length, own in pairs)
+        self._opened = 0
+        size = (2, self.blocks, self.live, *prompts.keys[0].shape[2:])
+        self.own = [prompts.keys[0].new_empty(size) for _ in prompts.keys]
+        self.keys, self.values = (
+            [
+                Kept(shared=slab[:, : max(self.filled)].transpose(0, 1).contiguous(), own=both[which])
+                for slab, both in zip(slabs, self.own, strict=True)
+            ]
+            for which, slabs in enumerate((prompts.keys, prompts.values))
+        )
+        self.open(max(-(-length // BLOCK) - own for length, own in pairs))
+        for prompt, (length, filled) in enumerate(pairs):
+            answers = torch.tensor([answer for answer, of in enumerate(prompt_of) if of == prompt])
+            for slabs, each in ((prompts.keys, self.keys), (prompts.values, self.values)):
+                for slab, kept in zip(slabs, each, strict=True):
+                    for block in range(filled, -(-length // BLOCK)):
+                        kept.own[block - filled, answers] = slab[prompt, block]
+
+    def open(self, blocks: int) -> None:
+        """Prepares the first `blocks` own blocks for reading. Positions after a text's end must be finite: their scores are masked, and
+        zero times their values must be zero."""
+        for kept in self.values:
+            kept.own[self._opened : blocks].zero_()
+        self._opened = max(self._opened, blocks)
+
+    def keep(self, places: list[int]) -> None:
+        """Moves the answers in `places` that are not in the first places to the places of ended answers. `places` is updated: places[n] is
+        n, or a larger number, whose answer is at n from now on."""
+        moved = [(source, target) for target, source in enumerate(places) if source != target]
+        if moved:
+            sources, targets = (torch.tensor(part) for part in zip(*moved, strict=True))
+            for own in self.own:
+                own.index_copy_(2, targets, own.index_select(2, sources))
+        self.prompt_of = [self.prompt_of[place] for place in places]
+        self.live = len(places)
 
 
 class AnswerStep(RowStep):

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
-from ztk.inference.embeddings import embedding
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
-from ztk.inference.opening import Opening, TrainingEngine, UnreadModel, settled
+from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
-from ztk.inference.read_parameters import ReadParameters
 from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values
 from ztk.inference.room import drafting_of
 from ztk.inference.stepping import Stepper
@@ -183,7 +181,7 @@ class Generator:
                 "embeddings are computed where one process has all layers in memory, of the families that ztk computes itself"
             )
         options = {"adapter": adapter_number(adapter, among=self._adapters), "lock": self._lock}
-        return embedding(model, tokens=prompt, rows=self.policy.max_step_tokens or len(prompt), **options)
+        return model.embedding(prompt, rows=self.policy.max_step_tokens or len(prompt), **options)
 
     def stream(
         self, prompt: list[int], *, sampling: SamplingParams | None = None, adapter: str | None = None

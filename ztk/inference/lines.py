@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from ztk.inference.graphs import DecodeGraphs
-from ztk.inference.kept import draw_keeping, keeps
 from ztk.inference.masks import NothingDrawn, packed_mask
 from ztk.inference.model import InferenceModel
 from ztk.inference.parallel import Computing
 from ztk.inference.requests import Sequence, Work
 from ztk.inference.sample import (
     Drawn,
+    draw_keeping,
     draw_plain,
     drawn_of,
     draws_plainly,
     draws_together,
+    keeps,
     noise_key,
     select,
     selects,

@@ -4,7 +4,9 @@ A layer is norm, projection of queries, keys and values, attention over the cach
 norm, MLP or experts with the residual. The cache places keys and values; the placement chooses the products and operations.
 """
 
+import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,8 @@ from ztk.inference.rows import share
 from ztk.inference.steps import Attention, Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
 from ztk.kernels import draw_rows
+
+_YIELD = 0.001  # seconds between parts of an embedding, in which steps of answers take the lock
 
 
 class InferenceModel:
@@ -116,6 +120,21 @@ class InferenceModel:
         finally:
             self.ops.chosen = None
         return torch.stack(chosen, dim=1).to("cpu", torch.int16)
+
+    @torch.inference_mode()
+    def embedding(self, tokens: list[int], *, adapter: int, rows: int, lock: AbstractContextManager) -> Tensor:
+        """One vector for a text, fp32 [C] of length 1 on the CPU: the mean of the last norm's outputs. rows: that are computed at a time, with
+        the lock."""
+        with lock:
+            cache, total = self.scratch(len(tokens)), torch.zeros(())
+        for start in range(0, len(tokens), rows):
+            part = tokens[start : start + rows]
+            span = Span(slot=0, start=start, length=len(part), row=0, adapter=adapter)
+            with lock:
+                hidden = self.forward(torch.tensor(part), spans=[span], cache=cache)
+                total = total + hidden.float().sum(0).cpu()
+            time.sleep(_YIELD)
+        return F.normalize(total / len(tokens), dim=0)
 
     def next_logits(self, tokens: Tensor, *, step: Step) -> Tensor:
         """One token of every answer of `step`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ztk.inference.cache import Cache
-from ztk.inference.layer_file import LayerFile, LayerWriter
 from ztk.inference.module_cut import Linear
 from ztk.inference.module_model import ModuleModel, blocks_name
-from ztk.inference.parts import Values, blank
+from ztk.inference.parts import LayerFile, LayerWriter, Values, blank
 from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks

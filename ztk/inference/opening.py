@@ -17,11 +17,11 @@ from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.calibration import Calibration
 from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Subject, describe
-from ztk.inference.layer_file import LayerFile
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.packed import Packed, pack
+from ztk.inference.parts import LayerFile
 from ztk.inference.placement import Placement, placement_of
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
@@ -319,3 +319,39 @@ def settled(policy: InferencePolicy, *, plan: StreamPlan | None) -> InferencePol
         max_sequences=policy.max_sequences or (USUAL_SEQUENCES if plan is None else plan.sequences),
         max_step_tokens=policy.max_step_tokens or (USUAL_STEP_TOKENS if plan is None else plan.step_tokens),
     )
+
+
+class ReadParameters:
+    """The parameters of a module at the time of the call, to detect that a script changes them after a generator has read them: on a CPU it
+    shares embeddings and norms with its module and has copies of linear layers, so it would compute with a mixture of both.
+
+    Writes through `.data`, which torch does not count, are found in the smallest one.
+    """
+
+    def __init__(self, source: object) -> None:
+        """source: without parameters of its own (a training engine, packed weights, None) nothing changes, because weights are copied."""
+        named = source.named_parameters() if isinstance(source, nn.Module) else ()
+        self._found = [(name, one, _version(one), one.data_ptr()) for name, one in named]
+        on_cpu = (one for _, one, _, _ in self._found if one.device.type == "cpu")
+        self._smallest = min(on_cpu, key=Tensor.numel, default=torch.empty(0))
+        self._values = self._smallest.detach().clone()
+
+    def changed(self) -> str | None:
+        """Returns the name of a parameter that was written, or has other memory; None if there is none."""
+        for name, one, version, address in self._found:
+            is_written = one is self._smallest and not torch.equal(one, self._values)
+            if is_written or _version(one) != version or one.data_ptr() != address:
+                return name
+        return None
+
+    def check(self) -> None:
+        """Raises ValueError for a parameter that has changed."""
+        if (name := self.changed()) is not None:
+            raise ValueError(
+                f"the parameter {name} has changed since the generator read the weights, some of which are copies: call load(model) after you "
+                "change them"
+            )
+
+
+def _version(parameter: Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version

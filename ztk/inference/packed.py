@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ztk.inference.calibration import Calibration
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
-from ztk.inference.layer_file import LAYERS, LayerFile, LayerWriter
 from ztk.inference.parts import (
+    LAYERS,
     NORM,
     Item,
     LayerBuffer,
+    LayerFile,
+    LayerWriter,
     assemble,
     blank,
     bytes_of,

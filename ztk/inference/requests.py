@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ztk.inference.masks import packed_mask
 from ztk.inference.policy import Completion, GrammarState, PromptLogprob, SamplingParams
-from ztk.inference.sample import DrawSteps
+from ztk.inference.sample import Drawn, DrawSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,8 @@ Owner = tuple[int, str]
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. adapter: its number, 0 of the base. state: in the request's grammar. logprobs, processed, tops, kept: of the
-    answer's tokens; prompt_logprobs: of the prompt's. cause: an exception that ended it.
+    limit: answer tokens at most. adapter: its number, 0 of the base. state: in the request's grammar. drawn: the answer's tokens.
+    prompt_logprobs: of the prompt's tokens. cause: an exception that ended it.
     """
 
     request_id: int
@@ -42,10 +42,7 @@ class Sequence:
     state: GrammarState | None = None
     slot: int = -1
     computed: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    processed: list[float] = field(default_factory=list)
-    tops: list[dict[int, float]] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
@@ -77,12 +74,12 @@ class Sequence:
         asked = self.sampling
         return Completion(
             tokens=self.answer,
-            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            processed_logprobs=torch.tensor(self.processed, dtype=torch.float32),
+            logprobs=torch.tensor([one.logprob for one in self.drawn], dtype=torch.float32),
+            processed_logprobs=torch.tensor([one.processed_logprob for one in self.drawn], dtype=torch.float32),
             finish_reason=self.finish_reason or "error",
-            top_logprobs=self.tops if asked.logprobs else None,
+            top_logprobs=[one.top or {} for one in self.drawn] if asked.logprobs else None,
             prompt_logprobs=logprob_values(self.prompt_logprobs) if asked.prompt_logprobs else None,
-            kept=self.kept or None,
+            kept=[one.kept for one in self.drawn if one.kept is not None] or None,
             error=self.error,
         )
 

@@ -163,12 +163,7 @@ class Stepper:
                 yield self._failed(sequence, error=str(error), is_by_request=True)
                 return
             sequence.tokens.append(drawn.token)
-            sequence.logprobs.append(drawn.logprob)
-            sequence.processed.append(drawn.processed_logprob)
-            if drawn.top is not None:
-                sequence.tops.append(drawn.top)
-            if drawn.kept is not None:
-                sequence.kept.append(drawn.kept)
+            sequence.drawn.append(drawn)
             reason = self._reason_to_stop(sequence)
             if reason is not None:
                 self._scheduler.finish(sequence, reason=reason)

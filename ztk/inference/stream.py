@@ -8,8 +8,7 @@ from typing import Generic
 
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.runtime.io import Direction, IoCounters
-from ztk.inference.layer_file import LayerFile
-from ztk.inference.parts import Built, LayerBuffer
+from ztk.inference.parts import Built, LayerBuffer, LayerFile
 from ztk.zero.offload.disk import DiskFile
 from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedRegion

@@ -5,7 +5,7 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from ztk.inference import Generator
-from ztk.inference import equal_shapes as shapes
+from ztk.inference import answer_step as shapes
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
 from ztk.inference.steps import Span

@@ -12,7 +12,7 @@ from experiments.rollouts import draw, layout_of, logprobs_of, score_samples
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.rl.rollout.test_device import OPTIONS, run_of
 from ztk.inference import SamplingParams
-from ztk.inference.kept import Cut, draw_keeping
+from ztk.inference.sample import Cut, draw_keeping
 from ztk.nn import loss as losses
 from ztk.rl.rollout import Samples, cached
 

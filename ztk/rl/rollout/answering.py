@@ -7,15 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ztk.inference.answer_cache import AnswerCache
-from ztk.inference.answer_step import AnswerStep
+from ztk.inference.answer_step import AnswerCache, AnswerStep, EqualShapes, equal_shapes
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
-from ztk.inference.equal_shapes import EqualShapes, equal_shapes
-from ztk.inference.kept import KEEPS_ALL, Cut
 from ztk.inference.model import InferenceModel
 from ztk.inference.plan import free_memory
-from ztk.inference.sample import choose, fp32_logprobs
+from ztk.inference.sample import KEEPS_ALL, Cut, choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 from ztk.rl.rollout.head import Answers
