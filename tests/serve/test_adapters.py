@@ -15,7 +15,8 @@ from tests.inference.models import build_decoder
 from tests.inference.test_adapters import adapter_of, merged
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.serve.app import ServePolicy, Server
-from ztk.serve.models import Opened, _Bytes
+from ztk.serve.models import Opened
+from ztk.serve.tokenizers import Bytes
 
 NAMES = ("base", "sql", "chat")
 MASK = lambda answer: torch.arange(256) < 128  # noqa: E731
@@ -27,7 +28,7 @@ def running(request):
     model = build_decoder(vocab_size=256)
     adapters = {name: adapter_of(model, seed=seed) for seed, name in enumerate(NAMES[1:])}
     policy = InferencePolicy(max_sequences=6, cache=request.param)
-    opened = Opened(name="base", module=model, tokenizer=_Bytes(chat_stop=3), ends=(), vocabulary=128)
+    opened = Opened(name="base", module=model, tokenizer=Bytes(chat_stop=3), ends=(), vocabulary=128)
     generator = Generator(model, policy=policy, adapters=adapters)
     server = Server(generator, opened=opened, policy=ServePolicy(), sampling=SamplingParams(temperature=0.8))
     listening = socket.create_server(("127.0.0.1", 0))

@@ -17,9 +17,8 @@ from ztk.inference import Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
 from ztk.serve.app import ServePolicy
 from ztk.serve.bodies import Limits, read_body
-from ztk.serve.models import _Bytes, _Pretrained
-from ztk.serve.pieces import Pieces, token_name
 from ztk.serve.text import TextStream
+from ztk.serve.tokenizers import Bytes, Pieces, Pretrained, token_name
 
 USER = [{"role": "user", "content": "x"}]
 
@@ -140,7 +139,7 @@ def test_long_texts_do_not_block_other_requests():
 
 
 def test_an_answer_without_max_tokens_ends_where_the_context_does():
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(), cache_tokens=512)
+    server = start(tokenizer=Bytes(), policy=ServePolicy(), cache_tokens=512)
     try:
         choice = post(server, {"prompt": "a" * 480}).json()
         assert choice["usage"]["completion_tokens"] == 32 and choice["choices"][0]["finish_reason"] == "length"
@@ -148,7 +147,7 @@ def test_an_answer_without_max_tokens_ends_where_the_context_does():
         assert found.status_code == 400 and "The prompt has 512 tokens: shorten the prompt" in found.text
     finally:
         server.stop()
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(), cache_tokens=256)  # memory for less than the context
+    server = start(tokenizer=Bytes(), policy=ServePolicy(), cache_tokens=256)  # memory for less than the context
     try:
         assert post(server, {"prompt": "a" * 250}).json()["usage"]["completion_tokens"] == 6
     finally:
@@ -164,10 +163,10 @@ def test_a_chat_template_that_raises_gives_400_with_its_reason(tmp_path, templat
     inner = transformers.AutoTokenizer.from_pretrained(tmp_path)
     inner.chat_template = template
     with pytest.raises(ValueError, match="chat template refuses the messages: "):
-        _Pretrained(inner).chat(USER)
+        Pretrained(inner).chat(USER)
 
 
-def answered(tokens: list[int], *, body: dict, chat: bool, tokenizer: _Bytes, top: dict | None = None) -> tuple:
+def answered(tokens: list[int], *, body: dict, chat: bool, tokenizer: Bytes, top: dict | None = None) -> tuple:
     """The complete choice, and the chunks of a stream."""
     asked = read_body(body | ({"messages": USER} if chat else {"prompt": "é"}), chat=chat, usual=SamplingParams())
     shape = Shape(id="x", model="m", chat=chat, created=0)
@@ -196,11 +195,11 @@ def answered(tokens: list[int], *, body: dict, chat: bool, tokenizer: _Bytes, to
 def test_tokens_have_their_own_bytes_and_places():
     """Six tokens of two characters had the bytes of U+FFFD; places drifted behind them and began at 0 in each chunk."""
     tokens = list("ok 🔥é.".encode())
-    choice, _ = answered(tokens, body={"logprobs": True}, chat=True, tokenizer=_Bytes())
+    choice, _ = answered(tokens, body={"logprobs": True}, chat=True, tokenizer=Bytes())
     content = choice["logprobs"]["content"]
     assert [token["bytes"] for token in content] == [[byte] for byte in tokens]
     assert [token["token"] for token in content][2:5] == [" ", "bytes:\\xf0", "bytes:\\x9f"]
-    choice, chunks = answered(tokens, body={"logprobs": 0, "echo": True}, chat=False, tokenizer=_Bytes())
+    choice, chunks = answered(tokens, body={"logprobs": 0, "echo": True}, chat=False, tokenizer=Bytes())
     assert choice["text"] == "éok 🔥é."
     expected = [0, 0, 1, 2, 3, 4, 4, 4, 4, 5, 5, 6]
     assert choice["logprobs"]["text_offset"] == expected
@@ -209,10 +208,10 @@ def test_tokens_have_their_own_bytes_and_places():
 
 def test_tokens_of_one_text_are_all_named():
     top = {65: -1.0, 300: -2.0, 301: -3.0}
-    choice, _ = answered([65], body={"logprobs": 3}, chat=False, tokenizer=_Bytes(), top=top)
+    choice, _ = answered([65], body={"logprobs": 3}, chat=False, tokenizer=Bytes(), top=top)
     assert choice["logprobs"]["top_logprobs"] == [{"A": -1.0, "token_id:300": -2.0, "token_id:301": -3.0}]
 
-    class Twice(_Bytes):
+    class Twice(Bytes):
         def token_bytes(self, token: int) -> bytes | None:
             return b"A"
 
@@ -242,7 +241,7 @@ def test_a_tokenizers_pieces_have_spaces_bytes_and_special_tokens():
 def test_a_text_of_broken_characters_takes_linear_time():
     """Each token decoded all before it: 4,000 tokens took 16,000,000."""
 
-    class Counting(_Bytes):
+    class Counting(Bytes):
         decoded = 0
 
         def decode(self, tokens):

@@ -23,13 +23,14 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.serve.app import ServePolicy, Server
 from ztk.serve.messages import PLAIN
-from ztk.serve.models import Opened, _Bytes, _Pretrained
+from ztk.serve.models import Opened
+from ztk.serve.tokenizers import Bytes, Pretrained
 
 MAX_LEN = 512
 PATIENCE_SECONDS = 60
 
 
-class Chatting(_Bytes):
+class Chatting(Bytes):
     """Bytes with a chat template."""
 
     def chat(self, messages, *, options=PLAIN):
@@ -170,7 +171,7 @@ def test_a_stop_text_ends_the_answer_and_is_left_out(client):
 
 
 def test_special_tokens_end_an_answer_and_are_shown_if_asked():
-    class Special(_Bytes):
+    class Special(Bytes):
         special = MappingProxyType({120: "<|end|>"})
 
         def decode(self, tokens):
@@ -286,7 +287,7 @@ def test_another_model_is_not_found(running, client):
 
 def test_more_prompts_than_may_ever_wait_are_refused():
     """Not with 429, after which they would be sent again for ever."""
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(max_waiting=3))
+    server = start(tokenizer=Bytes(), policy=ServePolicy(max_waiting=3))
     try:
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1})
         message = found.json()["error"]["message"]
@@ -369,7 +370,7 @@ def test_models_health_and_page(running, client):
 
 def test_the_time_to_the_first_token_is_recorded(caplog):
     """Seconds from the loaded model on: opening the engine, and the first request. Later requests do not change them."""
-    server = start(tokenizer=_Bytes())
+    server = start(tokenizer=Bytes())
     try:
         assert "ztk_first_token_seconds" not in counters(server)
         found = []
@@ -388,7 +389,7 @@ def test_the_time_to_the_first_token_is_recorded(caplog):
 
 def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
     """One place, one waiting prompt: the next is refused with Retry-After, which OpenAI's client follows by itself."""
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), max_sequences=1)
+    server = start(tokenizer=Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), max_sequences=1)
     try:
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
@@ -420,7 +421,7 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
 
 def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
     """Memory for two short sequences or a long one: the long one waits for the short ones, the next is refused with 429."""
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(max_waiting=1), cache_tokens=512)
+    server = start(tokenizer=Bytes(), policy=ServePolicy(max_waiting=1), cache_tokens=512)
     ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
     goes_on, step = threading.Event(), server.generator.step
     goes_on.set()
@@ -442,7 +443,7 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
                 assert long.result().json()["usage"]["completion_tokens"] == 2
     finally:
         server.stop()
-    server = start(tokenizer=_Bytes(), cache_tokens=256)
+    server = start(tokenizer=Bytes(), cache_tokens=256)
     try:
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
         message = found.json()["error"]["message"]
@@ -453,10 +454,10 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("is_of_transformers", [False, True])
 def test_the_error_of_a_chat_without_a_template_has_a_fix(tmp_path, is_of_transformers):
-    tokenizer, advice = _Bytes(), "send the text to /v1/completions, or train it on chats with task=sft"
+    tokenizer, advice = Bytes(), "send the text to /v1/completions, or train it on chats with task=sft"
     if is_of_transformers:
         save_letters(tmp_path)
-        tokenizer = _Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
+        tokenizer = Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
         advice = "put one into its tokenizer_config.json (key chat_template), or send the text to /v1/completions"
     server = start(tokenizer=tokenizer)
     try:
@@ -470,7 +471,7 @@ def test_the_error_of_a_chat_without_a_template_has_a_fix(tmp_path, is_of_transf
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(running):
-    server = start(tokenizer=_Bytes())
+    server = start(tokenizer=Bytes())
     try:
         server.opened.module.embedding.weight.data[120] = float("nan")
         bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
@@ -489,7 +490,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(running):
 
 def test_an_error_that_belongs_to_no_request_ends_those_there_are_and_the_server_goes_on(monkeypatch):
     """It ended the process for everybody."""
-    server = start(tokenizer=_Bytes())
+    server = start(tokenizer=Bytes())
     ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
     try:
         with monkeypatch.context() as patch:
@@ -505,7 +506,7 @@ def test_an_error_that_belongs_to_no_request_ends_those_there_are_and_the_server
 
 
 def test_a_lost_rank_ends_all_requests_and_the_engine(monkeypatch):
-    server, failed = start(tokenizer=_Bytes()), []
+    server, failed = start(tokenizer=Bytes()), []
     server.server.on_failure(lambda: failed.append(1))
 
     def fail():

@@ -14,8 +14,8 @@ import torch
 from tests.serve.test_server import Chatting, start
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
-from ztk.serve.models import _Bytes
 from ztk.serve.structured import Grammars, read_structure
+from ztk.serve.tokenizers import Bytes
 from ztk.serve.values import BadRequest
 
 USER = [{"role": "user", "content": "x"}]
@@ -75,7 +75,7 @@ def test_every_answer_to_200_random_schemas_is_valid():
     model = Decoder(
         DecoderConfig(vocab_size=300, dim=16, layers=1, heads=1, kv_heads=1, hidden_dim=32, max_seq_len=512)
     )
-    chance, grammars = random.Random(7), Grammars(_Bytes(), vocabulary=256, ends=())
+    chance, grammars = random.Random(7), Grammars(Bytes(), vocabulary=256, ends=())
     schemas = [random_schema(chance) for _ in range(200)]
     sampling = [
         SamplingParams(
@@ -177,7 +177,7 @@ def test_without_the_library_the_error_names_the_package(monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    grammars = Grammars(_Bytes(), vocabulary=128, ends=())
+    grammars = Grammars(Bytes(), vocabulary=128, ends=())
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BadRequest, match=re.escape('pip install "ztk[serve]"')) as error:
         grammars.compiled(read_structure({"guided_regex": "a"}))

@@ -16,7 +16,7 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import Chatting, start
 from ztk.inference import Generator, InferencePolicy
 from ztk.serve.app import ServePolicy
-from ztk.serve.models import _Pretrained
+from ztk.serve.tokenizers import Pretrained
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_developers_are_the_system_where_the_template_has_no_such_role(tokenizer
 
 def test_the_beginning_of_a_text_is_left_out_if_asked(tmp_path):
     save_letters(tmp_path)
-    own = _Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
+    own = Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
     server = start(tokenizer=own)
     try:
         [with_it, without] = [

@@ -13,7 +13,7 @@ from tests.serve.test_server import Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
 from ztk.serve.messages import ChatOptions, read_options
-from ztk.serve.models import _Pretrained
+from ztk.serve.tokenizers import Pretrained
 from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told, with_pieces
 from ztk.serve.values import BadRequest, parsed
 
@@ -188,7 +188,7 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
         "{{ tools | length }}{{ colour }}{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}!{% endif %}"
     )
-    own = _Pretrained(inner)
+    own = Pretrained(inner)
     options = read_options({"chat_template_kwargs": {"colour": "r", "documents": []}}, tools=tuple(TOOLS))
     assert own.chat(USER, options=options) == own.encode_text("2rweather?!")
     assert own.chat(USER, options=ChatOptions(begins=False, tools=tuple(TOOLS))) == own.encode_text("2weather?")

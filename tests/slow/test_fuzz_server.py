@@ -23,7 +23,8 @@ from tests.ranks import forkserver
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.serve.app import ServePolicy, Server, calm_process
-from ztk.serve.models import Opened, _Bytes
+from ztk.serve.models import Opened
+from ztk.serve.tokenizers import Bytes
 
 HEALTH_SECONDS = 0.2  # at the 99th percentile
 GROWTH_BYTES = 200 << 20  # largest growth of resident memory between the middle and the end of the run
@@ -168,7 +169,7 @@ def _serve(pipe: Connection) -> None:
     torch.manual_seed(0)
     config = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=2, kv_heads=1, hidden_dim=64, max_seq_len=MAX_LEN)
     opened = Opened(
-        name="tiny", module=Decoder(config).eval(), tokenizer=_Bytes(chat_stop=10), ends=(10,), vocabulary=128
+        name="tiny", module=Decoder(config).eval(), tokenizer=Bytes(chat_stop=10), ends=(10,), vocabulary=128
     )
     generator = Generator(opened.module, policy=InferencePolicy(max_sequences=32))
     server = Server(

@@ -17,7 +17,8 @@ from tests.serve.test_server import start
 from tests.slow.browser import Browser, until
 from ztk.nn import Decoder, DecoderConfig
 from ztk.serve.app import ServePolicy
-from ztk.serve.models import Opened, _Bytes
+from ztk.serve.models import Opened
+from ztk.serve.tokenizers import Bytes
 
 KEY, MAX_LEN, PROMPT, TOKENS = "let me in", 4096, "<b>def main():</b>", 24
 STRONGEST = 0.6  # opacity of the colour at probability 0
@@ -32,7 +33,7 @@ def origin():
     module = Decoder(DecoderConfig(**sizes, max_seq_len=MAX_LEN)).eval()
     with torch.no_grad():
         module.head.weight.mul_(4)  # tokens of all probabilities
-    opened = Opened(name="tiny & <small>", module=module, tokenizer=_Bytes(), ends=(), vocabulary=128)
+    opened = Opened(name="tiny & <small>", module=module, tokenizer=Bytes(), ends=(), vocabulary=128)
     found = start(opened=opened, policy=ServePolicy(api_key=KEY))
     yield found.url
     found.stop()

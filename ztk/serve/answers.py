@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from ztk.inference import Output, PromptLogprob
 from ztk.serve.bodies import Asked
-from ztk.serve.models import Tokenizer
-from ztk.serve.pieces import token_name
 from ztk.serve.text import TextStream
+from ztk.serve.tokenizers import Tokenizer, token_name
 from ztk.serve.tools import MARKS, Call, CallPiece, CallStream, Format, with_pieces
 
 

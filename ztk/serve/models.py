@@ -1,16 +1,15 @@
 """Opens models from folders, with their tokenizers: runs of ztk, checkpoints, and transformers folders."""
 
 import importlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ztk import checkpoint
+from ztk.checkpoint.export import Weights
 from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import Config
 from ztk.config import load as load_config
@@ -18,61 +17,17 @@ from ztk.config.generation import end_tokens, generation_file
 from ztk.core.policies.data import DataName
 from ztk.core.policies.runs import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.hf.causal import empty_causal, folder_causal
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
-from ztk.rl.align import ANSWER_END, ChatTemplate, chat_prompt, text_prompt
-from ztk.serve.messages import PLAIN, ChatOptions
-from ztk.serve.pieces import Pieces
-from ztk.serve.trained import trained_model
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.lora import is_adapter, merge_adapters
+from ztk.rl.align import ANSWER_END, ChatTemplate
+from ztk.serve.tokenizers import Bytes, Pretrained, Subword, Tokenizer, begin_of
 
+_NOT_SIZES = ("name", "path", "init", "kernels")
 _NAMED = 5  # missing weights named in an error
 CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
-
-
-class Tokenizer(Protocol):
-    """Converts text to tokens and back."""
-
-    @property
-    def special(self) -> Mapping[int, str]:
-        """The texts of special tokens, which `decode` omits."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of `text` with the tokens that the tokenizer prepends to a text.
-
-        Appended ones are omitted, because the answer follows.
-        """
-        ...
-
-    def encode_text(self, text: str) -> list[int]:
-        """Returns the tokens of `text` alone."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Returns the text of `tokens`. Invalid UTF-8 becomes U+FFFD."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes of `token` in a text, also for special tokens, or None if it has none."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Number of characters of the longest token."""
-        ...
-
-    @property
-    def template(self) -> str | None:
-        """The source of the chat template, or None."""
-        ...
-
-    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-        """Returns the tokens of a conversation and of the beginning of the next answer.
-
-        Raises:
-            ValueError: the model has no chat template, or it rejects the messages.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +131,9 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
     return Opened(
         name=name,
         module=module,
-        tokenizer=_Bytes(chat_stop=stop if has_chats else None)
+        tokenizer=Bytes(chat_stop=stop if has_chats else None)
         if tokenizer is None
-        else _Subword(tokenizer, has_chats=has_chats, by_template=by_template),
+        else Subword(tokenizer, has_chats=has_chats, by_template=by_template),
         ends=tuple(sorted(ends - {None})),
         vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
         begin=() if tokenizer is None else tokenizer.begin,
@@ -261,152 +216,63 @@ def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | Un
     return Opened(
         name=name,
         module=module,
-        tokenizer=_Pretrained(tokenizer),
+        tokenizer=Pretrained(tokenizer),
         ends=tuple(dict.fromkeys(ends)),
         vocabulary=min(config.vocab_size, max(tokenizer.get_vocab().values()) + 1),  # ids may have gaps
-        begin=_begin_of(tokenizer),
+        begin=begin_of(tokenizer),
         first=tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         unknown=tokenizer.unk_token_id,
     )
 
 
-def _begin_of(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that a transformers tokenizer prepends to a text."""
-    plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    count = next(place for place in range(len(full) + 1) if full[place : place + len(plain)] == plain)
-    return tuple(full[:count])
+def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module:
+    """Returns the model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint. ema: uses the moving average of
+    the weights.
 
+    Adapters are merged: W + alpha / rank B A, in fp32, which differs from the sum of both products by rounding.
 
-class _Bytes:
-    """UTF-8 bytes as tokens. Further tokens of a model are never sampled, and their text is U+FFFD."""
-
-    special: Mapping[int, str] = MappingProxyType({})
-
-    def __init__(self, *, chat_stop: int | None = None) -> None:
-        """chat_stop: the byte that ends answers of chats, as `task=sft` learns them; None if the model has not learnt chats."""
-        self._bytes, self._chat_stop = ByteTokenizer(), chat_stop
-
-    def encode(self, text: str) -> list[int]:
-        return self._bytes.encode(text).tolist()
-
-    encode_text = encode
-
-    def decode(self, tokens: list[int]) -> str:
-        return b"".join(bytes([token]) if token < 256 else "\ufffd".encode() for token in tokens).decode(
-            errors="replace"
-        )
-
-    def token_bytes(self, token: int) -> bytes | None:
-        return bytes([token]) if token < 256 else None
-
-    longest = 1
-    template: str | None = None
-
-    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-        if self._chat_stop is None:
-            raise ValueError(
-                "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
-            )
-        _check_plain(options)
-        return chat_prompt(messages, stop=self._chat_stop).tokens
-
-
-class _Subword:
-    """The tokenizer with which a ztk run was trained."""
-
-    def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool, by_template: bool) -> None:
-        """has_chats: whether the model has learnt chats in the format of `task=sft`. by_template: uses the tokenizer's chat template."""
-        self._tokenizer, self._has_chats = tokenizer, has_chats
-        self.special = tokenizer.special
-        self._pieces = Pieces(tokenizer.inner)
-        self.token_bytes, self.longest = self._pieces.token_bytes, self._pieces.longest
-        self._inner = (
-            ChatTemplate.open(tokenizer.folder).inner
-            if has_chats and by_template and ChatTemplate.has(tokenizer.folder)
-            else None
-        )
-        self.template = None if self._inner is None else _source(self._inner)
-
-    def encode(self, text: str) -> list[int]:
-        return text_prompt(text, tokenizer=self._tokenizer).tokens
-
-    def encode_text(self, text: str) -> list[int]:
-        return self._tokenizer.read(text).tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
-
-    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-        if not self._has_chats:
-            raise ValueError(
-                "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
-            )
-        if self._inner is not None:
-            return self._tokenizer.read(_templated(self._inner, messages=messages, options=options)).tokens
-        _check_plain(options)
-        return chat_prompt(messages, tokenizer=self._tokenizer).tokens
-
-
-class _Pretrained:
-    """A transformers tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._begin = tokenizer, _begin_of(tokenizer)
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = {token: entry.content for token, entry in added if entry.special}
-        inner = getattr(tokenizer, "backend_tokenizer", None)
-        self._pieces = None if inner is None else Pieces(inner)
-        self.longest = max(map(len, tokenizer.get_vocab()))
-        self.template = _source(tokenizer)
-
-    def token_bytes(self, token: int) -> bytes | None:
-        if self._pieces is not None:
-            return self._pieces.token_bytes(token)
-        text = self._tokenizer.decode([token])  # a slow tokenizer
-        return None if "\ufffd" in text else text.encode()
-
-    def encode(self, text: str) -> list[int]:
-        return [*self._begin, *self.encode_text(text)]
-
-    def encode_text(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-        if self.template is None:
-            raise ValueError(
-                "the model has no chat template: put one into its tokenizer_config.json (key chat_template), or send the text to "
-                "/v1/completions"
-            )
-        text = _templated(self._tokenizer, messages=messages, options=options)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-    """Formats messages with the chat template of a transformers tokenizer."""
-    try:
-        return inner.apply_chat_template(
-            messages,
-            tools=list(options.tools) or None,
-            tokenize=False,
-            add_generation_prompt=options.begins,
-            continue_final_message=options.continues,
-            **options.variables,
-        )
-    except Exception as error:  # noqa: BLE001  # a template is code of the model's folder
-        raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-
-
-def _source(inner: Any) -> str | None:
-    """Returns the source of the default template."""
-    found = inner.chat_template or None
-    return "\n".join(map(str, found.values())) if isinstance(found, dict) else found
-
-
-def _check_plain(options: ChatOptions) -> None:
-    if options.needs_template:
+    Raises ValueError for a reward model, for `model.path` without the run's model, and for `ema` without an average.
+    """
+    if config.task.name == "reward":
         raise ValueError(
-            "the model has no chat template, which chat_template_kwargs, add_generation_prompt and continue_final_message need: leave them out"
+            f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
         )
+    manifest = checkpoint.read_manifest(step)
+    weights = Weights(manifest, dtype=torch.float32, ema=ema, is_merged=config.model.path is None)
+    try:
+        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+    finally:
+        weights.close()
+    state |= {
+        name: state[first] for name, first in manifest.tied.items() if first in state
+    }  # tied weights are not adapters
+    if config.model.path is None:
+        return _decoder(config, state=state)
+    if config.lora.rank > 0:
+        alpha = config.lora.alpha
+        assert alpha is not None, "the configuration is checked"
+        adapters = {name: value for name, value in state.items() if is_adapter(name)}
+        if manifest.left_out:
+            model = folder_causal(config.model.path)
+        else:  # the base was trained before, and is in the checkpoint
+            model = empty_causal(config.model.path)
+            model.load_state_dict({name: value for name, value in state.items() if name not in adapters}, assign=True)
+        return merge_adapters(model, state=adapters, scale=alpha / config.lora.rank)
+    model = empty_causal(config.model.path)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _decoder(config: Config, *, state: dict[str, Tensor]) -> Decoder:
+    model = empty_decoder(config)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def empty_decoder(config: Config) -> Decoder:
+    """Returns the run's own decoder: parameters on the meta device, buffers with their values."""
+    sizes = {name: value for name, value in vars(config.model).items() if name not in _NOT_SIZES and value is not None}
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(**sizes))
+    model.materialise_buffers("cpu")
+    return model

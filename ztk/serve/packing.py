@@ -28,8 +28,16 @@ from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_pa
 from ztk.inference.placement import Placement
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
-from ztk.serve.models import Opened, Tokenizer, open_model, open_packed_model, recorded_run, with_tokenizer
-from ztk.serve.trained import empty_decoder, trained_model
+from ztk.serve.models import (
+    Opened,
+    empty_decoder,
+    open_model,
+    open_packed_model,
+    recorded_run,
+    trained_model,
+    with_tokenizer,
+)
+from ztk.serve.tokenizers import Tokenizer
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer files, stored next to the weights
 _CHECKED_LAYERS = 2  # minimum for the comparison with transformers' own forward

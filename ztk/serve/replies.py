@@ -10,8 +10,9 @@ from ztk.serve.answers import Answer, Shape
 from ztk.serve.bodies import Asked
 from ztk.serve.loop import Item, Job, Outbox
 from ztk.serve.messages import ChatOptions
-from ztk.serve.models import Opened, Tokenizer
+from ztk.serve.models import Opened
 from ztk.serve.structured import Grammars
+from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.tools import Format, call_structure, format_of, told
 from ztk.serve.values import BadRequest
 

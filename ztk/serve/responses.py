@@ -10,8 +10,8 @@ from typing import Any
 from ztk.serve.answers import Shape
 from ztk.serve.bodies import Asked
 from ztk.serve.loop import Job
-from ztk.serve.models import Tokenizer
 from ztk.serve.replies import Reply
+from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.tools import Format
 from ztk.serve.values import BadRequest, flag, number, shown, thing
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.serve.models import Tokenizer
+from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.values import BadRequest, flag, shown, thing
 
 _THREADS, _KEPT = 2, 64  # for masks; compiled grammars

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from ztk.serve.models import Tokenizer
+from ztk.serve.tokenizers import Tokenizer
 
 _REPLACED = "\ufffd"
 _BEFORE = 8  # last tokens of a prompt, decoded together with the answer's first ones

@@ -9,9 +9,9 @@ from ztk.inference import Generator
 from ztk.serve.bodies import Limits, read_prompts
 from ztk.serve.messages import read_messages, read_options
 from ztk.serve.models import Opened
-from ztk.serve.pieces import token_name
 from ztk.serve.replies import Reader
 from ztk.serve.text import TextStream
+from ztk.serve.tokenizers import token_name
 from ztk.serve.tools import read_tools
 from ztk.serve.values import BadRequest, flag, parsed, shown, token_list
 

@@ -9,7 +9,7 @@ from trl.data_utils import _tokenize, common_prefix_length
 from tests.rl.align.ten import TEN, save_one
 from ztk.data import SubwordTokenizer
 from ztk.rl.align import RecordFormat, read_examples, read_prompts
-from ztk.serve.models import _Pretrained, _Subword
+from ztk.serve.tokenizers import Pretrained, Subword
 
 PAIRS = [  # the first four are divided inside a token of some tokenizer
     ("hello wor", "ld you"),
@@ -130,7 +130,7 @@ def test_prompts_of_rollouts_and_of_a_server(opened, tmp_path):
     """A run and the folder that it exports ask alike."""
     tokenizer, theirs = opened
     records = [{"prompt": prompt} for prompt, _ in PAIRS]
-    served = [_Subword(tokenizer, has_chats=True, by_template=True), _Pretrained(theirs)]
+    served = [Subword(tokenizer, has_chats=True, by_template=True), Pretrained(theirs)]
     for record, found in zip(records, read_prompts(write(tmp_path, records), tokenizer=tokenizer), strict=True):
         tokens = theirs(record["prompt"])["input_ids"]  # TRL's
         assert [*found.tokens, *tokenizer.after] == tokens and found.text == record["prompt"]
