@@ -35,6 +35,7 @@ OWN = {
     "native": lambda: build_decoder(vocab_size=97),  # which two ranks cannot divide
     "native with experts": lambda: build_decoder(experts=4, experts_every=2, shared_hidden_dim=24),
     "one key head": lambda: build_decoder(kv_heads=1),
+    "three key heads": lambda: build_decoder(heads=6, kv_heads=3, dim=48),  # which two ranks cannot divide
     "olmo2 with one key head": lambda: build("olmo2", num_key_value_heads=1),
 }
 
@@ -114,6 +115,12 @@ def test_followers_are_told_new_blocks_alone():
 def test_heads_that_cannot_be_divided_are_refused():
     description = Generator(build_decoder(heads=6, kv_heads=2, dim=48)).description
     assert Cut(rank=5, size=6).own(description).kv_heads == 1
+    five = replace(description, heads=10, kv_heads=5)
+    parts = [Cut(rank=rank, size=3).heads(five) for rank in range(3)]
+    assert parts == [(range(4), range(2)), (range(4, 8), range(2, 4)), (range(8, 10), range(4, 5))]
+    for refused in ({"equal": True}, {"description": replace(five, qk_norm="all")}):
+        with pytest.raises(ValueError, match="topology.tensor=3: 10 query heads and 5 key heads cannot be divided"):
+            Cut(size=3).heads(**{"description": five} | refused)
     with pytest.raises(ValueError, match="topology.tensor=4: 6 query heads and 2 key heads cannot be divided by it"):
         Cut(size=4).own(description)
 

@@ -225,7 +225,7 @@ def generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         )
     if tensor > 1 and not is_hugging_face(config.model):
         heads = (config.model.heads, config.model.kv_heads)
-        if heads[0] % tensor or (heads[1] % tensor and tensor % heads[1]):
+        if heads[1] < tensor and (heads[0] % tensor or tensor % heads[1]):
             yield f"rollout.tensor={tensor}: {heads[0]} query and {heads[1]} key heads cannot be divided by it; use rollout.tensor=1"
     on_gpus = device_of(config, machine=machine) != "cpu"
     if tensor > 1 and on_gpus:

@@ -5,7 +5,6 @@ names."""
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine
@@ -26,28 +25,40 @@ class Cut:
         Raises:
             ValueError: the heads cannot be divided.
         """
-        heads, keys = description.heads, description.kv_heads
-        if heads % self.size or (keys % self.size and self.size % keys):
+        queries, keys = self.heads(description)
+        return replace(description, heads=len(queries), kv_heads=len(keys))
+
+    def heads(self, description: Description, *, equal: bool = False) -> tuple[range, range]:
+        """This rank's query heads, and the key heads that they read: as even as possible: 9 and 3 heads on two ranks are 6 and 2, 3 and 1.
+        Several ranks have one key head if there are fewer of them. equal: every rank needs as many heads.
+
+        Raises:
+            ValueError: the heads cannot be divided.
+        """
+        heads, keys, size = description.heads, description.kv_heads, self.size
+        equal = equal or keys < size or description.qk_norm == "all"  # such a norm joins equal parts of all ranks
+        if equal and (heads % size or (keys % size and size % keys)):
             raise ValueError(
-                f"topology.tensor={self.size}: {heads} query heads and {keys} key heads cannot be divided by it; use a common divisor of both"
+                f"topology.tensor={size}: {heads} query heads and {keys} key heads cannot be divided by it; use a common divisor of both"
             )
-        return replace(description, heads=heads // self.size, kv_heads=max(1, keys // self.size))
+        if keys < size:
+            key = self.rank * keys // size
+            return range(self.rank * heads // size, (self.rank + 1) * heads // size), range(key, key + 1)
+        # Rounded up: the first rank, which decides how much memory all have, has the most heads.
+        first, stop = (-(-rank * keys // size) for rank in (self.rank, self.rank + 1))
+        return range(first * heads // keys, stop * heads // keys), range(first, stop)
 
     def query(self, full: Affine, *, description: Description) -> Affine:
         """The rows of this rank's query heads."""
-        rows = description.heads * description.head_dim // self.size
-        return self.outputs(full, part=range(self.rank * rows, (self.rank + 1) * rows))
+        return self.outputs(full, part=_elements(self.heads(description)[0], of=description))
 
     def key(self, full: Affine, *, description: Description) -> Affine:
-        """The rows of the key (or value) heads that this rank's query heads read; several ranks have one if there are fewer of them."""
-        keys, size = description.kv_heads, description.head_dim
-        first = self.rank * keys // self.size * size
-        return self.outputs(full, part=range(first, first + max(1, keys // self.size) * size))
+        """The rows of the key (or value) heads that this rank's query heads read."""
+        return self.outputs(full, part=_elements(self.heads(description)[1], of=description))
 
     def out(self, full: Affine, *, description: Description) -> Affine:
         """The columns of this rank's query heads. One rank adds the bias."""
-        columns = description.heads * description.head_dim // self.size
-        return self.inputs(full, part=range(self.rank * columns, (self.rank + 1) * columns))
+        return self.inputs(full, part=_elements(self.heads(description)[0], of=description))
 
     def inner(self, *, gate: Affine | None, up: Affine, down: Affine) -> tuple[Affine | None, Affine, Affine]:
         """This rank's inner columns of an MLP: gate, up, down."""
@@ -88,6 +99,5 @@ class Cut:
         return Affine(weight=weight, bias=full.bias if self.rank == 0 else None, full=full.weight, start=part.start)
 
 
-def own_slopes(slopes: Tensor, *, cut: Cut) -> Tensor:
-    """ALiBi's slopes, fp32 [H], of this rank's heads."""
-    return slopes.chunk(cut.size)[cut.rank]
+def _elements(heads: range, *, of: Description) -> range:
+    return range(heads.start * of.head_dim, heads.stop * of.head_dim)

@@ -15,7 +15,6 @@ from torch import Tensor
 from ztk.inference.adapters import Adapters, MixedMlp, StepRows
 from ztk.inference.cache import Cache
 from ztk.inference.caches import scratch
-from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.ops import ops_of
@@ -246,7 +245,8 @@ class InferenceModel:
         tables = [(cos.to(place), sin.to(place)) for cos, sin in subject.tables]
         slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
         if slopes is not None:
-            slopes = (slopes if self.ranks is None else own_slopes(slopes, cut=self.ranks.cut)).to(place)
+            own = range(len(slopes)) if self.ranks is None else self.ranks.cut.heads(self._full)[0]
+            slopes = slopes[own.start : own.stop].to(place)
         return [
             Attention(
                 layer=number,

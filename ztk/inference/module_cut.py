@@ -73,7 +73,7 @@ class ModuleCut:
         self._styles: Mapping[str, Style] = {name: rule.style for name, rule in plan.items()}
         self._ranks, self._full, self._config = ranks, description, module.config
         if any(style is Style.column and is_attention(name) for name, style in self._styles.items()):
-            ranks.cut.own(description)  # raises an error for heads that cannot be divided
+            ranks.cut.heads(description, equal=True)  # raises an error for heads that cannot be divided
 
     def linear(self, name: str, *, full: Affine, product: Callable[[Affine], Product]) -> Linear:
         """The layer `name` on this rank: weight [out, in] and bias [out] of all ranks, in fp32."""

@@ -39,10 +39,11 @@ class Ranks:
 
     def own_heads(self, queries: Tensor, *, keys: Tensor, description: Description) -> tuple[Tensor, Tensor]:
         """The columns of this rank's heads: queries [M, H D], keys [M, K D] of all heads, of any dtype. description: of all heads."""
-        cut, of = self.cut, description
-        first, own = cut.rank * of.kv_heads // cut.size, max(1, of.kv_heads // cut.size)
-        columns = keys[:, first * of.head_dim : (first + own) * of.head_dim]
-        return queries.chunk(cut.size, dim=1)[cut.rank], columns
+        own, size = self.cut.heads(description), description.head_dim
+        return tuple(
+            all_heads[:, part.start * size : part.stop * size]
+            for all_heads, part in zip((queries, keys), own, strict=True)
+        )
 
     def gather(self, one: T) -> list[T]:
         """Every rank's small object, in the order of the ranks."""
