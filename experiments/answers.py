@@ -9,7 +9,16 @@ from experiments.reference import BaseModel
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.data import ByteTokenizer
-from ztk.rl.rollout import Requests, RolloutPolicy, Samples, generate, token_logprobs
+from ztk.rl.rollout import (
+    CachedRollouts,
+    Requests,
+    RolloutPolicy,
+    Samples,
+    TrainerRollouts,
+    generate,
+    has_engine_attention,
+    token_logprobs,
+)
 from ztk.train.engine import Engine
 
 PROMPTS = 256  # over all ranks
@@ -25,6 +34,8 @@ class Answers:
     ) -> None:
         """reference: the engine for the divergence, which is not measured without one. packs: see `experiments.packing`."""
         self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
+        is_exact = packs and has_engine_attention(engine.module)
+        self._drawer = CachedRollouts(engine) if is_exact else TrainerRollouts(engine)
         process, size = engine.process, config.train.micro_batch_size
         # In full micro-batches; a remainder is ignored.
         replica, replicas = process.mesh.replica, process.mesh.replicas
@@ -66,7 +77,7 @@ class Answers:
             prompt_numbers=self._numbers,
             copies=torch.zeros_like(self._numbers),
         )
-        samples = generate(self._engine, policy=policy, requests=requests, step=0)
+        samples = generate(self._drawer, policy=policy, requests=requests, step=0)
         for row, prompt in enumerate(prompts):
             samples.rewards[row] = task.score(prompt=prompt.text, answer=_text(samples, row=row), record={})
         return samples

@@ -8,35 +8,14 @@ import torch
 
 from experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
 from experiments.prompts import PAD, STOP, open_tokenizer, with_other_ends
-from experiments.rollout_run import open_cached, open_weights
+from experiments.rollout_run import cut_of, open_drawer, open_weights
 from experiments.streams import share_of
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
-from ztk.inference.sample import Cut
 from ztk.rl.align import Sequences, last_answer
-from ztk.rl.rollout import Requests, RolloutPolicy, Samples, generate, states_away
+from ztk.rl.rollout import Requests, RolloutPolicy, RolloutWeights, Samples, generate, states_away
 from ztk.train.engine import Engine
-
-
-class Drawing:
-    """Samples answers with one model, with the settings of `rollout`."""
-
-    def __init__(self, config: Config, *, engine: Engine) -> None:
-        self._engine, self._cached = engine, open_cached(config, actor=engine)
-        self._weights = open_weights(config, actor=engine).weights
-
-    def answers(self, requests: Requests, *, policy: RolloutPolicy, step: int) -> Samples:
-        """Samples the answers. A collective call."""
-        options = {"policy": replace(policy, weights=self._weights), "requests": requests, "step": step}
-        if self._cached is not None:
-            return self._cached.generate(**options)
-        return generate(self._engine, **options)
-
-    @property
-    def copies_weights(self) -> bool:
-        """Whether answers come from a copy of the weights in main memory, which may be made from master weights."""
-        return self._cached is not None and not self._cached.has_blocks
 
 
 class DistillStream:
@@ -50,8 +29,10 @@ class DistillStream:
         distill, self._config = config.distill, config
         self._stream, self._engine = stream, student
         self._share = share_of(config, process=student.process)
-        self._student = Drawing(config, engine=student) if distill.fraction else None
-        self._teacher = Drawing(config, engine=teacher) if distill.seq_kd else None
+        self._student, self._teacher = (
+            (open_drawer(config, actor=engine), open_weights(config, actor=engine).weights) if draws else None
+            for engine, draws in ((student, distill.fraction), (teacher, distill.seq_kd))
+        )
         self._stops = stops_of(config, examples=stream.examples) if self._student or self._teacher else ()
         self.is_own = False  # whether the latest step has the student's answers
 
@@ -63,8 +44,10 @@ class DistillStream:
         drawing = self._student if self.is_own else self._teacher
         if drawing is None:
             return step
-        with nullcontext() if drawing.copies_weights else states_away(self._engine):
-            samples = drawing.answers(self._requests(step), policy=self._policy(), step=number)
+        rollouts, weights = drawing
+        options = {"policy": self._policy(weights), "requests": self._requests(step), "step": number}
+        with nullcontext() if rollouts.copies_weights else states_away(self._engine):
+            samples = generate(rollouts, **options)
         return answered(step, samples=samples, process=self._engine.process)
 
     def state_dict(self) -> dict[str, object]:
@@ -77,7 +60,7 @@ class DistillStream:
         numbers = torch.tensor(places)
         return Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=torch.zeros_like(numbers))
 
-    def _policy(self) -> RolloutPolicy:
+    def _policy(self, weights: RolloutWeights) -> RolloutPolicy:
         config, rollout = self._config, self._config.rollout
         return RolloutPolicy(
             length=config.data.seq_len,
@@ -87,12 +70,9 @@ class DistillStream:
             pad=PAD,
             temperature=rollout.temperature,
             seed=config.train.seed,
+            weights=weights,
             packs=self._stream.packs,
-            cut=Cut(
-                top_k=rollout.top_k or 0,
-                top_p=1.0 if rollout.top_p is None else rollout.top_p,
-                min_p=rollout.min_p or 0.0,
-            ),
+            cut=cut_of(config),
         )
 
 

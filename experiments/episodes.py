@@ -1,7 +1,6 @@
 """Rollouts with `rollout.environment`: episodes of this rank, their metrics, and their columns in the table of completions."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,40 +11,24 @@ from experiments.rewards import means_of_ranks
 from experiments.rollout_run import Run
 from experiments.tasks import Prompt
 from ztk.rl.align.turns import Turns, tools_of
-from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, drawn_turns, play
+from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, TurnDraws, play
 from ztk.rl.rollout.environments import columns_of, prompt_of
 from ztk.rl.rollout.episodes import DONE, MAX_TURNS
 
 
-def playing(
-    run: Run, *, prompts: Sequence[Prompt], policy: RolloutPolicy, requests: Requests, step: int
-) -> Callable[[], Drawn]:
-    """Returns a function that plays this rank's episodes. A collective call.
-
-    On a CPU, weights of `rollout.engine=generator` are copied before the return. The function raises EnvironmentFault.
-    """
+def played(
+    run: Run, *, draws: TurnDraws, prompts: Sequence[Prompt], policy: RolloutPolicy, requests: Requests
+) -> Drawn:
+    """Plays this rank's episodes. A collective call. Raises EnvironmentFault."""
     config, environments = run.config, run.environments
     assert environments is not None and config.rollout.max_turns is not None, "the configuration is checked"
     turns = Turns(
         tokenizer=run.prompts.tokenizer, by_template=config.data.chat_template == "tokenizer", ends=run.prompts.stops
     )
     own = EpisodePolicy(rollout=policy, turns=turns, max_turns=config.rollout.max_turns)
-    options, copies = {"policy": policy, "requests": requests, "step": step}, ExitStack()
-    copied = None
-    if run.cached is not None and not run.cached.has_blocks:
-        copied = copies.enter_context(run.cached.turns(**options))
-
-    def play_all() -> Drawn:
-        episodes, tokens = _begun(environments, prompts=prompts, turns=turns, numbers=requests.numbers.tolist())
-        with copies as stack:
-            draws = copied
-            if draws is None:
-                context = drawn_turns(run.actor, **options) if run.cached is None else run.cached.turns(**options)
-                draws = stack.enter_context(context)
-            given = {"requests": replace(requests, prompts=tokens), "environments": environments, "episodes": episodes}
-            return Drawn(samples=play(draws, policy=own, **given), episodes=episodes)
-
-    return play_all
+    episodes, tokens = _begun(environments, prompts=prompts, turns=turns, numbers=requests.numbers.tolist())
+    given = {"requests": replace(requests, prompts=tokens), "environments": environments, "episodes": episodes}
+    return Drawn(samples=play(draws, policy=own, **given), episodes=episodes)
 
 
 def _begun(

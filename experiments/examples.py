@@ -19,7 +19,7 @@ from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
 from ztk.report import RunFolder
 from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples, without_rejected
-from ztk.rl.rollout import Layout, has_cache, lay_out
+from ztk.rl.rollout import Layout, has_engine_attention, lay_out
 
 HELD_OUT = 2**40  # number of the first built-in prompt for evaluations
 ANOTHER = 2**50  # added to the number of a prompt without a wrong answer
@@ -67,7 +67,7 @@ class Step:
         """
         sequences = batch.sequences
         options: dict[str, Any] = {"lengths": sequences.lengths, "packs": self.packs, "device": device}
-        if has_cache(module):
+        if has_engine_attention(module):
             options["module"] = module  # packing must not change its results
             options["prompt_lengths"] = self.mask(batch).int().argmax(1) if shares else None
         return lay_out(sequences.rows(length=self.length, pad=PAD), **options)

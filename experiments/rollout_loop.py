@@ -18,7 +18,17 @@ from experiments.prompt_evaluation import evaluate_prompts, has_evaluations, ope
 from experiments.prompts import Prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
-from experiments.rollouts import Evaluated, Scored, draw_ahead, drawing, evaluate, measure, next_samples, score_samples
+from experiments.rollouts import (
+    Evaluated,
+    Scored,
+    draw_ahead,
+    drawing,
+    evaluate,
+    measure,
+    next_samples,
+    score_samples,
+    settle_drawer,
+)
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.core.runtime import Process
@@ -57,6 +67,8 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
         reporter.say(run.prompts.describe())
         if config.rollout.weights is not None:
             reporter.say(f"rollout.weights={run.weights.weights}: {run.weights.reason}")
+        if (settled := settle_drawer(run)) is not None:
+            reporter.say(settled)
         if run.ahead is not None:
             rollout = config.rollout
             correction = (

@@ -9,17 +9,17 @@ from torch import Tensor
 from experiments.alignment import start_from
 from experiments.best import Best
 from experiments.learned_reward import open_reward_model
-from experiments.models import Values, build, full_values
+from experiments.models import Values, build
 from experiments.packing import can_pack_all, pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from experiments.text_reward import TextReward
-from ztk.checkpoint.full import is_cut
 from ztk.config import Config, is_text_model, open_environments
 from ztk.config.adapters import reference_has_adapters
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
+from ztk.inference.sample import Cut
 from ztk.rl.rollout import (
     Ahead,
     Buffer,
@@ -28,11 +28,13 @@ from ztk.rl.rollout import (
     Episode,
     GuardPolicy,
     Guards,
+    Rollouts,
     RolloutWeights,
     Routers,
     SettledWeights,
+    TrainerRollouts,
     settle_weights,
-    use_cached_attention,
+    use_engine_attention,
 )
 from ztk.rl.rollout.rewards import Rewarded
 from ztk.train.engine import Engine
@@ -43,7 +45,7 @@ class Run:
     """The state of a run.
 
     best: of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
-    padding. reward_model: of reward.path. cached: samples for rollout.engine=generator. rollouts: number so far. metrics: of the latest one.
+    padding. reward_model: of reward.path. drawer: of rollout.engine. rollouts: number so far. metrics: of the latest one.
     reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: of
     rollout.environment. episodes: of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1. routers: of a policy
     with experts that the inference engine draws with.
@@ -60,8 +62,8 @@ class Run:
     best: Best
     weights: SettledWeights
     packs: bool
+    drawer: Rollouts
     reward_model: Engine | TextReward | None = None
-    cached: CachedRollouts | None = None
     rewarded: Rewarded | None = None
     environments: Environments | None = None
     episodes: Sequence[Episode] = ()
@@ -142,7 +144,7 @@ def open_run(
         best=Best(config),
         environments=open_environments(config),
         ahead=Ahead() if config.rollout.ahead else None,
-        cached=open_cached(config, actor=actor),
+        drawer=open_drawer(config, actor=actor),
         routers=Routers(actor.module, replays=config.rollout.experts == "replay") if replays_experts(config) else None,
         weights=open_weights(config, actor=actor),
         packs=open_packs(config, actor=actor, reference=reference),
@@ -170,34 +172,38 @@ def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel |
     is_exact, packs = config.rollout.identity == "exact", pack_exactly_on_all_ranks(*engines)
     if config.rollout.engine == "generator" and is_exact and not packs:
         for module in modules:
-            use_cached_attention(module)
+            use_engine_attention(module)
     return packs or (not is_exact and can_pack_all(*engines))
 
 
-def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
-    """Opens the sampler of rollout.engine=generator: one copy of the weights per `rollout.tensor` neighbours. A collective call."""
-    if config.rollout.engine != "generator":
-        return None
+def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
+    """Opens `rollout.engine`; with generator, one copy of the weights per `rollout.tensor` neighbours. A collective call."""
+    if config.rollout.engine == "trainer":
+        return TrainerRollouts(actor)
     size, process = config.rollout.tensor or 1, actor.process
     if size == 1:
-        # A part of every layer: the parameters are gathered in main memory for the copy.
-        read = (lambda: iter(full_values(actor).items())) if is_cut(actor) else None
-        return CachedRollouts(actor, read=read)
+        return CachedRollouts(actor)
     groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
     options = {"local_world_size": process.local_world_size, "timeout_seconds": process.timeout_seconds}
     return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))
 
 
+def cut_of(config: Config) -> Cut:
+    """Returns the tokens that draws are restricted to."""
+    rollout = config.rollout
+    top_p = 1.0 if rollout.top_p is None else rollout.top_p
+    return Cut(top_k=rollout.top_k or 0, top_p=top_p, min_p=rollout.min_p or 0.0)
+
+
 def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
     """Returns the setting of `rollout.weights`, with `auto` decided. A collective call."""
     name = config.rollout.weights
-    if name is not None and name.value == "auto":
-        return settle_weights(actor)
     if name is None:
         return SettledWeights(
             weights=RolloutWeights.whole, reason="parameters are not sharded, or not read by forwards"
         )
-    return SettledWeights(weights=RolloutWeights(name.value), reason="set by the user")
+    is_auto = name is RolloutWeights.auto
+    return settle_weights(actor) if is_auto else SettledWeights(weights=name, reason="set by the user")
 
 
 def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:

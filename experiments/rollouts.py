@@ -1,21 +1,19 @@
 """Rollouts of `task=grpo` and `task=ppo`: sampling, rewards, the comparison with the reference, metrics."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.episodes import episode_metrics, playing
+from experiments.episodes import episode_metrics, played
 from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
-from experiments.rollout_run import Run
-from ztk.core.runtime import Mesh
-from ztk.inference.sample import Cut, fp32_logprobs
+from experiments.rollout_run import Run, cut_of
+from ztk.inference.sample import fp32_logprobs
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
@@ -25,7 +23,11 @@ from ztk.rl.rollout import (
     RolloutPolicy,
     Routers,
     Samples,
+    TrainerRollouts,
     answer_logits,
+    any_rank,
+    compare,
+    draw_once,
     generate,
     hide_of,
     large_answers,
@@ -36,6 +38,7 @@ from ztk.rl.rollout import (
 from ztk.train.engine import Engine
 
 EVALUATED = 4  # rollouts, before the first step and after the last
+PROBED = 4  # tokens of the answers that `settle_drawer` compares
 UNTRAINED = 2**40  # number of the first prompt for evaluations
 # Values of every sample that the ranks exchange, float64 each.
 COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
@@ -48,7 +51,7 @@ def drawing(run: Run) -> AbstractContextManager[None]:
     """
     if run.ahead is not None:
         run.ahead.wait()
-    copies = run.cached is not None and not run.cached.has_blocks
+    copies = run.drawer.copies_weights
     return nullcontext() if copies else states_away(run.actor, *([run.critic] if run.critic else []))
 
 
@@ -61,28 +64,41 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
 
 
 def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Drawn]:
-    """Draws a rollout when it is called. Weights of `rollout.engine=generator` on a CPU are copied before it returns. A collective call."""
-    config, rollout = run.config, run.config.rollout
-    numbers = share_of_rank(
-        updates=run.buffer.updates,
-        per_update=config.train.global_batch_size,
-        rank=run.process.mesh.replica,
-        world_size=run.process.mesh.replicas,
-    )
+    """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call."""
+    requests, policy = requests_of(run, first_prompt=first_prompt), policy_of(run, is_trained=first_prompt is None)
+    turns = ExitStack()
+    given = {"policy": policy, "requests": requests}
+    draws = turns.enter_context(run.drawer.turns(**given, step=run.rollouts, once=run.environments is None))
+
+    def draw_all() -> Drawn:
+        with turns:
+            if run.environments is None:
+                return Drawn(samples=draw_once(draws, **given))
+            prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
+            return played(run, draws=draws, prompts=prompts, **given)
+
+    return draw_all
+
+
+def requests_of(run: Run, *, first_prompt: int | None = None) -> Requests:
+    """Returns this rank's part of a rollout. first_prompt: number of its first prompt, by default the run's next one."""
+    config, rollout, mesh = run.config, run.config.rollout, run.process.mesh
+    layout = {"rank": mesh.replica, "world_size": mesh.replicas}
+    numbers = share_of_rank(updates=run.buffer.updates, per_update=config.train.global_batch_size, **layout)
     first = run.rollouts * rollout.prompts if first_prompt is None else first_prompt
     prompt_numbers = first + numbers // rollout.group_size
-    prompts = [run.prompts[int(number)] for number in prompt_numbers]
-    requests = Requests(
-        prompts=[prompt.tokens for prompt in prompts],
+    return Requests(
+        prompts=[run.prompts[int(number)].tokens for number in prompt_numbers],
         numbers=numbers,
         prompt_numbers=prompt_numbers,
         copies=numbers % rollout.group_size,
     )
-    mesh = run.process.mesh
-    shares = run.cached is not None and not mesh.is_alone
-    if shares:
-        requests = _part_of_rank(requests, ranks=_sharers(mesh), rank=mesh.world.rank)
-    policy = RolloutPolicy(
+
+
+def policy_of(run: Run, *, is_trained: bool) -> RolloutPolicy:
+    """Returns how answers are drawn. is_trained: the policy learns from them."""
+    config, rollout = run.config, run.config.rollout
+    return RolloutPolicy(
         length=config.data.seq_len,
         micro_batch=config.train.micro_batch_size,
         max_tokens=rollout.max_tokens,
@@ -92,41 +108,28 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
         seed=config.train.seed,
         weights=run.weights.weights,
         packs=run.packs,
-        cut=Cut(
-            top_k=rollout.top_k or 0, top_p=1.0 if rollout.top_p is None else rollout.top_p, min_p=rollout.min_p or 0.0
-        ),
-        keeps_experts=first_prompt is None and run.routers is not None,
-    )
-    options = {"policy": policy, "requests": requests, "step": run.rollouts}
-    if run.environments is not None:
-        return playing(run, prompts=prompts, **options)
-    generates = partial(generate, run.actor, **options) if run.cached is None else run.cached.begun(**options)
-    if not shares:
-        return lambda: Drawn(samples=generates())
-    return lambda: Drawn(samples=_joined(generates(), mesh=mesh))
-
-
-def _sharers(mesh: Mesh) -> list[int]:
-    """Returns the ranks of this rank's replica, in order."""
-    world = mesh.world.size
-    return [rank for rank in range(world) if mesh.topology.replica(rank, world_size=world) == mesh.replica]
-
-
-def _part_of_rank(requests: Requests, *, ranks: list[int], rank: int) -> Requests:
-    """Returns a rank's part of the requests of a replica, all of whose ranks have the inference engine's full weights."""
-    rows = torch.arange(len(requests.prompts)).tensor_split(len(ranks))[ranks.index(rank)]
-    return Requests(
-        prompts=[requests.prompts[int(row)] for row in rows],
-        numbers=requests.numbers[rows],
-        prompt_numbers=requests.prompt_numbers[rows],
-        copies=requests.copies[rows],
+        cut=cut_of(config),
+        keeps_experts=is_trained and run.routers is not None,
     )
 
 
-def _joined(samples: Samples, *, mesh: Mesh) -> Samples:
-    """Returns the samples of all ranks of a replica. A collective call."""
-    found = mesh.world.gather_objects(samples)
-    return Samples.joined([found[rank] for rank in _sharers(mesh)])
+def settle_drawer(run: Run) -> str | None:
+    """Takes the training forward in place of an inference engine whose bits are others on this processor, although
+    `rollout.identity=exact`. A collective call.
+
+    The first tokens of a rollout are compared. Returns a sentence for the output, or None if nothing changes.
+    """
+    if run.config.rollout.identity != "exact" or isinstance(run.drawer, TrainerRollouts):
+        return None
+    policy = policy_of(run, is_trained=False)
+    policy = replace(policy, max_tokens=min(policy.max_tokens, PROBED))
+    samples = generate(run.drawer, policy=policy, requests=requests_of(run, first_prompt=UNTRAINED), step=0)
+    logprobs = logprobs_of(run.actor, run=run, samples=samples)
+    assert logprobs is not None, "of an engine"
+    if not any_rank(run.actor, flag=compare(samples, logprobs=logprobs).count > 0):
+        return None
+    run.drawer = TrainerRollouts(run.actor)
+    return "rollout.engine=trainer: on this processor the inference engine has other bits, and rollout.identity=exact"
 
 
 def next_samples(run: Run) -> Samples:

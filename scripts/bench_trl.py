@@ -131,19 +131,18 @@ def compare_rollouts(process: Process) -> None:
     for title, speed in OF_ROLLOUTS.items():
         print(f"{title:43} training   generation   of TRL's     answers: mean, longest")
         records = {}
-        for engine in ("trainer", "generator"):
-            identity = "exact" if engine == "trainer" else "corrected"
-            choices = (*ROLLOUTS, *speed.choices, f"rollout.engine={engine}", f"rollout.identity={identity}")
+        for identity in ("exact", "corrected"):
+            choices = (*ROLLOUTS, *speed.choices, f"rollout.identity={identity}")
             ours, theirs = rollout_runs.run_both(
                 choices,
                 process=process,
                 options={"loss_type": "bnpo", "beta": 0.0},
-                generates=engine == "generator",
+                generates=identity == "corrected",
                 ends=speed.ends,
             )
-            records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
+            records[f"ztk, identity={identity}"], records["TRL"] = ours, theirs
         rates = {
-            # Training tokens come from the last run's samples, which TRL replays; both engines update on the same samples.
+            # Training tokens come from the last run's samples, which TRL replays; both runs update on the same samples.
             name: (
                 rate(record.texts or ours.texts, seconds=record.training),
                 rate(record.answers, seconds=record.generation),

@@ -195,7 +195,7 @@ def test_reward_models_have_the_losses_of_plain_transformers(ranks, folder, tmp_
 )
 def test_rollouts_have_the_trainers_bits_at_every_stage(ranks, folder, tmp_path, task, options):
     """Texts, rewards and losses have the same bits; with adapters, so do all references."""
-    first = config_of(task, *options, folder=folder, to=tmp_path / "first")
+    first = config_of(task, *options, "rollout.identity=exact", folder=folder, to=tmp_path / "first")
     configs = [first]
     for stage, tier in ((0, "cpu"), (3, "cpu")):
         config = laid_out(copy.deepcopy(first), stage, tier)
@@ -233,7 +233,7 @@ def test_adapters_of_another_run_are_part_of_the_reference(ranks, folder, tmp_pa
     first, second = tmp_path / "first", tmp_path / "second"
     saves = ("checkpoint=periodic", "checkpoint.every=1")
     ranks(1).run(play, config=config_of("grpo", *ADAPTERS, *saves, folder=folder, to=first, ranks=1))
-    start = (f"warm_start.path={first}", "train.steps=3", *saves)
+    start = (f"warm_start.path={first}", "train.steps=3", "rollout.identity=exact", *saves)
     config = config_of("grpo", *ADAPTERS, *start, folder=folder, to=second, ranks=1)
     ranks(1).run(play, config=config)
     assert rows_of(first)[-1]["kl"] != 0 == rows_of(second)[0]["kl"]
@@ -250,8 +250,8 @@ def test_adapters_of_another_run_are_part_of_the_reference(ranks, folder, tmp_pa
         ("grpo", ("kl.reference=lora_off",), "kl.reference=lora_off: .* use lora=adapter, or kl.reference=frozen"),
         (
             "ppo",
-            (*ADAPTERS, "lora.dropout=0.1"),
-            "lora.dropout=0.1: .* use lora.dropout=0, or rollout.identity=corrected",
+            (*ADAPTERS, "lora.dropout=0.1", "rollout.identity=exact"),
+            "lora.dropout=0.1: .* use rollout.identity=corrected or off, or lora.dropout=0",
         ),
         ("grpo", ("topology=sp2",), "topology.sequence: task=grpo gives models of transformers full sequences"),
     ],
@@ -266,10 +266,11 @@ def test_dropout_of_the_model_is_refused_where_bits_are_promised(folder, tmp_pat
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ConfigError, match="attention_dropout=0.1 in its config.json.* or use rollout.identity=corrected"
+        ConfigError,
+        match="attention_dropout=0.1 in its config.json.* use rollout.identity=corrected or off, or 0 there",
     ):
-        config_of("grpo", folder=tmp_path, to=tmp_path / "run")
-    config_of("grpo", "rollout.identity=corrected", folder=tmp_path, to=tmp_path / "run")
+        config_of("grpo", "rollout.identity=exact", folder=tmp_path, to=tmp_path / "run")
+    assert config_of("grpo", folder=tmp_path, to=tmp_path / "run").rollout.identity == "corrected"
 
 
 def test_a_family_without_a_model_of_values_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
@@ -14,7 +15,6 @@ from ztk.config.topology import (
     DEGREES,
     critic_faults,
     is_cut,
-    model_ranks,
     padded_expert_faults,
     replicas_of,
     settled_ranks,
@@ -34,50 +34,36 @@ from ztk.core.policies.zero import ZeroEngine
 
 
 def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs or with `rollout.ahead`, unless the user set them.
+    """Sets `rollout.engine` and `rollout.identity`, unless the user set them.
 
-    On GPUs the inference engine generates if it implements the model.
-
-    given: the keys that the user set.
+    The inference engine generates if it computes the model, and exactly if its bits are the trainer's. given: the keys that the user set.
     """
     if not (draws(config) or distills_draws(config)):
         return
+    if "rollout.engine" not in given:
+        reason = _needs_trainer(config, given=given, machine=machine)
+        engine = RolloutEngineName.generator if reason is None else RolloutEngineName.trainer
+        derive(config, key="rollout.engine", value=engine, reason=reason or "it keeps keys and values")
+    if draws(config) and "rollout.identity" not in given and (inexact := [*_inexact(config, machine=machine)]):
+        reason = inexact[0].reason
+        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
+
+
+def _needs_trainer(config: Config, *, given: frozenset[str], machine: Machine) -> str | None:
+    """Returns why the trainer's forward has to draw, or None if the inference engine can."""
     rollout = config.rollout
     if rollout.ahead:
-        _choose_ahead(config, given=given)
-    if device_of(config, machine=machine) != "cuda":
-        return
-    if "rollout.engine" not in given:
-        engine, reason = _engine_of_gpus(config, given=given)
-        derive(config, key="rollout.engine", value=engine, reason=reason)
-    if draws(config) and rollout.engine is RolloutEngineName.generator and "rollout.identity" not in given:
-        reason = "on a GPU attention over the cache adds in another order than the trainer's"
-        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
-
-
-def _choose_ahead(config: Config, *, given: frozenset[str]) -> None:
-    if "rollout.engine" not in given:
-        reason = "rollout.ahead=1 draws with a copy of the weights"
-        derive(config, key="rollout.engine", value=RolloutEngineName.generator, reason=reason)
-    if "rollout.identity" not in given:
-        reason = "rollout.ahead=1 draws with weights of one rollout before"
-        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
-
-
-def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEngineName, str]:
-    """Returns the engine that generates on a GPU, and the reason."""
-    if "rollout.identity" in given and config.rollout.identity is RolloutIdentity.exact:
-        return RolloutEngineName.trainer, "rollout.identity=exact needs the trainer's forward on a GPU"
-    if "rollout.weights" in given and config.rollout.weights is not None:
-        return RolloutEngineName.trainer, f"rollout.weights={config.rollout.weights.value} is for its forward"
+        return None
+    is_exact = "rollout.identity" in given and rollout.identity is RolloutIdentity.exact
+    if is_exact and any(one.is_generators for one in _inexact(config, machine=machine, generates=True)):
+        return "rollout.identity=exact needs the trainer's forward here"
+    if "rollout.weights" in given and rollout.weights is not None:
+        return f"rollout.weights={rollout.weights.value} is for its forward"
     if is_cut(config.topology):
-        return (
-            RolloutEngineName.trainer,
-            "every rank has a part of the weights, and on a GPU the inference engine reads its own",
-        )
+        return "every rank has a part of the weights, and the inference engine reads its own"
     if kind := _uncomputed(config):
-        return RolloutEngineName.trainer, f"the inference engine does not compute models of the kind {kind}"
-    return RolloutEngineName.generator, "on a GPU: a cache, and the trainer's own weights"
+        return f"the inference engine does not compute models of the kind {kind}"
+    return None
 
 
 def _uncomputed(config: Config) -> str | None:
@@ -88,6 +74,63 @@ def _uncomputed(config: Config) -> str | None:
     from ztk.inference.describe import FAMILIES  # imported late: torch takes a second
 
     return None if kind in FAMILIES else kind
+
+
+class _Inexact(NamedTuple):
+    """key: with its value. reason: why log-probabilities of a rollout differ from the trainer's. fix: another than
+    rollout.identity=corrected. is_generators: not with rollout.engine=trainer.
+    """
+
+    key: str
+    reason: str
+    fix: str
+    is_generators: bool = False
+
+
+def _inexact(config: Config, *, machine: Machine, generates: bool | None = None) -> Iterator[_Inexact]:
+    """Yields the reasons why rollout.identity=exact cannot be promised. generates: with the inference engine, by default as configured."""
+    model, precision = config.model, config.precision
+    if config.zero.quantized_weights:
+        yield _Inexact(
+            "zero.quantized_weights=true", "it rounds parameters at every gather", "zero.quantized_weights=false"
+        )
+    if precision.float8 is not None:
+        reason = "rollouts multiply in precision.dtype"
+        yield _Inexact(f"precision.float8={precision.float8}", reason, "precision=bf16")
+    if model.experts is not None:
+        reason = "how many rows an expert multiplies depends on tokens that are drawn later"
+        yield _Inexact(f"model.experts={model.experts}", reason, "model=tiny")
+    if config.lora.rank and config.lora.dropout:
+        reason = "only the trainer's forward applies dropout"
+        yield _Inexact(f"lora.dropout={config.lora.dropout:g}", reason, "lora.dropout=0")
+    for name, value in dropouts_of(model).items():
+        reason = f"{name}={value:g} in its config.json, and only the trainer's forward applies this dropout"
+        yield _Inexact(f"model.path={model.path}", reason, "0 there")
+    if config.rollout.ahead:
+        reason = "answers are drawn with weights of one rollout before"
+        yield _Inexact("rollout.ahead=1", reason, "rollout.ahead=0", is_generators=True)
+    if config.rollout.engine is RolloutEngineName.generator if generates is None else generates:
+        yield from _inexact_generator(config, machine=machine)
+
+
+def _inexact_generator(config: Config, *, machine: Machine) -> Iterator[_Inexact]:
+    """Yields reasons of the inference engine, which has the bits of the native decoder in fp32 on a CPU."""
+    engine, fix, tensor = "rollout.engine=generator", "rollout.engine=trainer", config.rollout.tensor or 1
+    reasons = []
+    if device_of(config, machine=machine) != "cpu":
+        reasons.append("on a GPU attention over the cache adds in another order than the trainer's")
+    if is_hugging_face(config.model):
+        reasons.append("attention over a cache adds in another order than the modules of transformers")
+    if config.lora.rank:
+        reasons.append("it merges adapters into the weights, and the trainer computes them separately")
+    if config.precision.dtype != "fp32":
+        reasons.append(
+            f"it computes in fp32, and precision.dtype={config.precision.dtype} rounds the trainer's products"
+        )
+    yield from (_Inexact(engine, reason, fix, is_generators=True) for reason in reasons)
+    if tensor > 1:
+        reason = "sums over parts of a layer round in another way than the trainer's"
+        yield _Inexact(f"rollout.tensor={tensor}", reason, "rollout.tensor=1", is_generators=True)
 
 
 def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -108,27 +151,13 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     yield from warm_start_faults(config)
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
-    if config.zero.quantized_weights and config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            "zero.quantized_weights=true rounds parameters at every gather, so rollout.identity=exact cannot be promised; use "
-            "rollout.identity=corrected, or zero.quantized_weights=false"
-        )
-    if config.precision.float8 is not None and config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            f"precision.float8={config.precision.float8}: rollouts multiply in precision.dtype, so rollout.identity=exact cannot be promised; "
-            "use rollout.identity=corrected, or precision=bf16"
-        )
-    if config.model.experts is not None and config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "
-            "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
-        )
+    if config.rollout.identity is RolloutIdentity.exact:
+        for key, reason, fix, _ in _inexact(config, machine=machine):
+            yield f"{key}: {reason}, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off, or {fix}"
     if config.rollout.ahead:
         yield from _ahead_faults(config, machine=machine)
     if config.rollout.engine is RolloutEngineName.generator:
         yield from generator_faults(config, machine=machine)
-    if config.rollout.identity is RolloutIdentity.exact:
-        yield from _dropout_faults(config)
     if config.launch.elastic:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
     if config.train.log_every != 1:
@@ -151,7 +180,10 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     cut = {degree: value for degree in DEGREES if (value := getattr(topology, degree)) > 1}
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
     if cut and config.rollout.engine is RolloutEngineName.generator:
-        yield from _gathering_faults(config, machine=machine, key=key)
+        yield (
+            f"{key}: rollout.engine=generator draws with a rank's own weights, which are a part of the model; use rollout.engine=trainer, or "
+            "topology=dp"
+        )
     cut.pop("expert", None)
     if not cut:
         return
@@ -168,40 +200,8 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         )
 
 
-def _gathering_faults(config: Config, *, machine: Machine, key: str) -> Iterator[str]:
-    """Yields faults of an inference engine whose weights are gathered from ranks that have parts of them, into main memory."""
-    fix = "use rollout.engine=trainer, or topology=dp"
-    if device_of(config, machine=machine) != "cpu":
-        yield f"{key}: on a GPU rollout.engine=generator draws with a rank's own weights, which are a part of the model; {fix}"
-    elif is_hugging_face(config.model):
-        yield f"{key}: rollout.engine=generator reads sizes of models of transformers from their layers, which are cut; {fix}"
-    elif config.lora.rank:
-        yield f"{key}: rollout.engine=generator merges adapters into full layers, and these are cut; {fix}"
-    if config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            f"{key}: rollout.engine=generator draws with full layers and the trainer adds up parts of them, so rollout.identity=exact cannot "
-            "be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
-        )
-    if (config.rollout.tensor or 1) > 1:
-        yield f"{key}: the inference engine gets full weights; use rollout.tensor=1 instead of {config.rollout.tensor}, or topology=dp"
-    sharing, samples = model_ranks(config.topology), (config.rollout.prompts or 0) * (config.rollout.group_size or 0)
-    samples //= replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
-    if 0 < samples < sharing:
-        yield (
-            f"{key}: rollout.prompts={config.rollout.prompts} x rollout.group_size={config.rollout.group_size} are {samples} answers for "
-            f"{sharing} ranks, each of which draws one or more with rollout.engine=generator; use more rollout.prompts"
-        )
-    if config.rollout.ahead and sharing > 1:
-        yield f"{key}: ranks that share a model exchange its answers, which stops its training; use rollout.ahead=0, or topology=dp"
-
-
 def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.identity is RolloutIdentity.exact:
-        yield (
-            "rollout.ahead=1: answers are drawn with weights of one rollout before, so rollout.identity=exact cannot hold; use "
-            "rollout.identity=corrected, or rollout.ahead=0"
-        )
     if rollout.engine is RolloutEngineName.trainer or device_of(config, machine=machine) != "cpu":
         where = "on a GPU" if device_of(config, machine=machine) != "cpu" else "with rollout.engine=trainer"
         yield (
@@ -218,67 +218,16 @@ def generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if (ranks := settled_ranks(config, machine=machine)) % tensor:
         fitting = max(degree for degree in range(1, tensor) if ranks % degree == 0)
         yield f"rollout.tensor={tensor}: {ranks} ranks cannot be divided by it; use rollout.tensor={fitting}"
-    if tensor > 1 and config.rollout.identity is RolloutIdentity.exact:
-        yield (
-            f"rollout.tensor={tensor}: sums over parts of a layer round in another way than the trainer's, so rollout.identity=exact cannot be "
-            "promised; use rollout.identity=corrected or off, or rollout.tensor=1"
-        )
     if tensor > 1 and not is_hugging_face(config.model):
         heads = (config.model.heads, config.model.kv_heads)
         if heads[1] < tensor and (heads[0] % tensor or tensor % heads[1]):
             yield f"rollout.tensor={tensor}: {heads[0]} query and {heads[1]} key heads cannot be divided by it; use rollout.tensor=1"
-    on_gpus = device_of(config, machine=machine) != "cpu"
-    if tensor > 1 and on_gpus:
+    if tensor > 1 and device_of(config, machine=machine) != "cpu":
         yield f"rollout.tensor={tensor}: ranks share a copy of the weights in main memory alone, and this run is on GPUs; use rollout.tensor=1"
-    if config.rollout.identity is RolloutIdentity.exact:
-        yield from _exact_generator_faults(config, on_gpus=on_gpus)
     if kind := _uncomputed(config):
         yield (
             f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
             f"{config.model.path}; use rollout.engine=trainer"
-        )
-
-
-def _exact_generator_faults(config: Config, *, on_gpus: bool) -> Iterator[str]:
-    """Yields faults of rollout.identity=exact with the inference engine.
-
-    On a CPU the engine is bitwise equal to the native decoder in fp32, if the trainer's forward uses the engine's attention.
-    """
-    fix = "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
-    if on_gpus:
-        yield (
-            "rollout.engine=generator: on a GPU attention over the cache adds in another order than the trainer's, so "
-            f"rollout.identity=exact {fix}"
-        )
-        return
-    if is_hugging_face(config.model):
-        yield (
-            "rollout.engine=generator: attention over a cache adds in another order than the modules of transformers, so "
-            f"rollout.identity=exact {fix}"
-        )
-    if config.lora.rank:
-        yield (
-            "rollout.engine=generator: it merges adapters into the weights, and the trainer computes them separately, so "
-            f"rollout.identity=exact {fix}"
-        )
-    if config.precision.dtype != "fp32":
-        yield (
-            f"rollout.engine=generator: it computes in fp32, and precision.dtype={config.precision.dtype} rounds the trainer's products, so "
-            f"rollout.identity=exact {fix}"
-        )
-
-
-def _dropout_faults(config: Config) -> Iterator[str]:
-    """Yields faults of dropout: the trainer's forward drops values, and a rollout does not."""
-    if config.lora.rank and config.lora.dropout:
-        yield (
-            f"lora.dropout={config.lora.dropout:g}: only the trainer's forward applies dropout, so rollout.identity=exact cannot be "
-            "promised; use lora.dropout=0, or rollout.identity=corrected"
-        )
-    for name, value in dropouts_of(config.model).items():
-        yield (
-            f"model.path={config.model.path}: {name}={value:g} in its config.json, and only the trainer's forward applies this dropout, so "
-            f"rollout.identity=exact cannot be promised; put 0 there, or use rollout.identity=corrected"
         )
 
 

@@ -125,7 +125,8 @@ class SamplingParams:
     temperature: 0 takes the likeliest token, of equal ones the first. top_k: 0 keeps all. presence_penalty, frequency_penalty: OpenAI's,
     over the answer; repetition_penalty: of Keskar et al. 2019 (arXiv 1909.05858), over prompt and answer.
     stop_token_ids: end the answer, and are its last token. n: answers per prompt.
-    seed, draw_key: a draw is a function only of (seed, draw_key, number of the answer, position) and of the probabilities.
+    seed, draw_key: a draw is a function only of (seed, draw_key, number of the answer, position) and of the probabilities. An integer is a
+        key of `ztk.inference.uniforms`, which stands for all of these but the position.
     logprobs: number of the likeliest tokens to return per position. prompt_logprobs: also returns log-probabilities of the prompt's tokens.
     vocabulary: only tokens below it are drawn, for a model that has more tokens than its tokenizer; log-probabilities of the model's own
         distribution are over all of them. Defaults to all. A token_mask would have the same effect, more slowly.
@@ -133,9 +134,9 @@ class SamplingParams:
     min_tokens: none of `stop_token_ids` is drawn before this many tokens. allowed_token_ids: only these are drawn; empty for all.
     bad_words: token sequences that no answer contains. grammar: constrains answers; an answer that is complete in it ends with "stop".
     cache_salt: keys and values of a prompt are reused only for requests with the same salt.
-    fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, with a trainer's bits, instead of double
-    precision rounded once. Requires that no steps are used except the temperature and top-k, top-p and min-p, over whose tokens the softmax
-    is.
+    fp32_logprobs: draws from log_softmax(logits / temperature) in fp32, with a trainer's bits, instead of double precision, and returns
+    these as `processed_logprobs`. Requires that no steps are used except the temperature and top-k, top-p and min-p, over whose tokens
+    the softmax is.
 
     Raises:
         ValueError: a number is out of range, or fp32_logprobs with a step that a trainer does not make.
@@ -153,7 +154,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     seed: int = 0
-    draw_key: tuple = ()
+    draw_key: tuple | int = ()
     logprobs: int = 0
     prompt_logprobs: bool = False
     vocabulary: int | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ztk.inference.masks import NothingDrawn, masked, masks_tokens, refused_by
 from ztk.inference.policy import SamplingParams
+from ztk.inference.uniforms import uniforms
 from ztk.kernels import select_rows
 
 _FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p sums first; see `_likeliest_mass`
@@ -130,7 +131,7 @@ def draw(logits: Tensor, *, steps: DrawSteps, sample: int) -> Drawn:
     else:
         kept = _cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling)
         sums = kept.exp().cumsum(-1)
-        place = _place(sampling, sample, position) * float(sums[-1])
+        place = places_of([(sampling, sample, position)]).item() * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
     if sampling.fp32_logprobs:
@@ -157,14 +158,14 @@ def draw_plain(
     if cold:
         own = scores if refused is None else scores[cold].masked_fill_(refused[cold], -math.inf)
         tokens[cold] = own.argmax(-1) if len(own) == len(cold) else own.argmax(-1)[cold]
-    hot = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature != 0]
+    hot = [row for row, (of, _, _) in enumerate(draws) if of.temperature != 0 and not of.fp32_logprobs]
     if hot:
         tokens[hot], found = _drawn_hot(scores, raw=raw, refused=refused, draws=draws, hot=hot)
         for row, value in zip(hot, found, strict=True):
             processed[row] = value
+    for row, token, value in _drawn_as_trainer(logits, draws=draws):
+        tokens[row], processed[row] = token, value
     at = tokens.unsqueeze(1)
-    for row, value in _as_trainer(logits, at=at, draws=draws):
-        processed[row] = value
     # A row with an infinite logit has NaN among its log-probabilities, or their sum is.
     sums = logits.sum(-1).tolist()
     logprobs = raw.gather(1, at).squeeze(1).tolist()
@@ -205,26 +206,25 @@ def _drawn_hot(
             kept[place] = torch.log_softmax(own / heat[place], dim=-1)
             sums[place] = kept[place].exp().cumsum(-1)
             totals[place] = float(sums[place, -1])
-    places = [_place(*draws[row]) * total for row, total in zip(hot, totals, strict=True)]
-    wanted = torch.tensor(places, dtype=torch.float64).unsqueeze(1)
+    wanted = (places_of([draws[row] for row in hot]) * torch.tensor(totals, dtype=torch.float64)).unsqueeze(1)
     drawn = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[1] - 1)
     values = kept.gather(1, drawn).squeeze(1).tolist()
     processed = [value - math.log(total) for value, total in zip(values, totals, strict=True)]
     return drawn.squeeze(1), processed
 
 
-def _as_trainer(
-    logits: Tensor, *, at: Tensor, draws: list[tuple[SamplingParams, int, int]]
-) -> Iterator[tuple[int, float]]:
-    """Rows whose log-probability is a trainer's, with it. at: tokens int64 [R, 1]."""
+def _drawn_as_trainer(
+    logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]
+) -> Iterator[tuple[int, int, float]]:
+    """Rows that are drawn from a trainer's fp32 probabilities, with token and log-probability."""
     by_heat: dict[float, list[int]] = {}
     for row, (sampling, _, _) in enumerate(draws):
         if sampling.fp32_logprobs:
             by_heat.setdefault(sampling.temperature, []).append(row)
     for temperature, rows in by_heat.items():
-        own, tokens = (logits, at) if len(rows) == len(draws) else (logits[rows], at[rows])
-        found = fp32_logprobs(own, temperature=temperature).gather(1, tokens)
-        yield from zip(rows, found.squeeze(1).tolist(), strict=True)
+        every = fp32_logprobs(logits if len(rows) == len(draws) else logits[rows], temperature=temperature)
+        tokens = choose(every, uniforms=places_of([draws[row] for row in rows])).unsqueeze(1)
+        yield from zip(rows, tokens.squeeze(1).tolist(), every.gather(1, tokens).squeeze(1).tolist(), strict=True)
 
 
 def _drawn_by_vocabulary(
@@ -239,9 +239,18 @@ def _drawn_by_vocabulary(
     return [found[row] for row in range(len(draws))]
 
 
-def _place(sampling: SamplingParams, sample: int, position: int) -> float:
-    """The random number of a draw, in [0, 1)."""
-    return uniform(sampling.seed, sampling.draw_key, sample, position)
+def places_of(draws: list[tuple[SamplingParams, int, int]]) -> Tensor:
+    """The random numbers of draws, in [0, 1): float64 [R]; draws: of each row the sampling, the number of the answer and the position."""
+    counted = [row for row, (sampling, _, _) in enumerate(draws) if isinstance(sampling.draw_key, int)]
+    if len(counted) == len(draws):
+        keys, positions = (
+            torch.tensor(column) for column in zip(*((of.draw_key, at) for of, _, at in draws), strict=True)
+        )
+        return uniforms(keys, positions=positions)
+    places = [uniform(of.seed, of.draw_key, sample, at) for of, sample, at in draws]
+    for row in counted:
+        places[row] = places_of([draws[row]]).item()
+    return torch.tensor(places, dtype=torch.float64)
 
 
 def choose(logprobs: Tensor, *, uniforms: Tensor) -> Tensor:
@@ -403,18 +412,18 @@ def draw_keeping(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]
     for (cut, temperature), rows in groups.items():
         for first in range(0, len(rows), _ROWS):
             own = rows[first : first + _ROWS]
-            places = [uniform(of.seed, of.draw_key, sample, at) for of, sample, at in map(draws.__getitem__, own)]
+            places = places_of([draws[row] for row in own])
             drawn = _drawn(logits[own], cut=cut, temperature=temperature, places=places)
             found.update(zip(own, drawn, strict=True))
     return [found[row] for row in range(len(draws))]
 
 
-def _drawn(logits: Tensor, *, cut: Cut, temperature: float, places: list[float]) -> list[Drawn]:
-    """Of each row of logits [R, V] the token at its place in [0, 1) of the cumulative probability."""
+def _drawn(logits: Tensor, *, cut: Cut, temperature: float, places: Tensor) -> list[Drawn]:
+    """Of each row of logits [R, V] the token at its place in [0, 1) of the cumulative probability. places: float64 [R]."""
     hidden, kept = cut.hide(logits, temperature=temperature)
-    precise = torch.log_softmax(hidden.double() / temperature, dim=-1)
-    tokens = choose(precise, uniforms=torch.tensor(places, dtype=torch.float64)).unsqueeze(1)
-    logprobs = (torch.log_softmax(logits, dim=-1), fp32_logprobs(hidden, temperature=temperature))
+    processed = fp32_logprobs(hidden, temperature=temperature)
+    tokens = choose(processed, uniforms=places).unsqueeze(1)
+    logprobs = (torch.log_softmax(logits, dim=-1), processed)
     numbers = torch.cat([tokens.double(), *(part.gather(1, tokens).double() for part in logprobs)], dim=1).tolist()
     ids = kept.nonzero()[:, 1].to(torch.int32).cpu().split(kept.sum(1).tolist())
     return [

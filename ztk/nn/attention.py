@@ -64,7 +64,7 @@ def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documen
     """
     if documents.continued is not None:
         raise ValueError(
-            "documents go on with others, which ztk.rl.rollout.CachedAttention computes: use it, or full documents"
+            "documents go on with others, which ztk.rl.rollout.EngineAttention computes: use it, or full documents"
         )
     widens = query.device.type == "cpu" and query.dtype != torch.float32
     rows = (x.flatten(0, 1) for x in (query, key, value))

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,23 +38,39 @@ def config_ahead(*overrides: str, folder, lr: float = 3e-3, **options):
     return config
 
 
+@contextmanager
+def before_draws_ahead(call: Callable[[], None]):
+    """Calls a function on the thread that draws ahead, after the weights are copied and before each draw."""
+    turns = CachedRollouts.turns
+
+    @contextmanager
+    def with_call(self, **options):
+        with turns(self, **options) as draws:
+
+            def draw(*given):
+                if threading.current_thread().name == "ztk-ahead":
+                    call()
+                return draws.draw(*given)
+
+            yield replace(draws, draw=draw)
+
+    CachedRollouts.turns = with_call
+    try:
+        yield
+    finally:
+        CachedRollouts.turns = turns
+
+
 def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
     """A run that draws each rollout ahead, after the first of the preceding updates. Returns whether its tokens equal draws from the weights
     before these updates, and draws from the weights after them."""
     task = importlib.import_module(config.task.module)
     rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
     plot.plot_run = lambda folder: None
-    begun, updated, snapshots, drawn = CachedRollouts.begun, threading.Event(), [], []
+    updated, snapshots, drawn = threading.Event(), [], []
 
-    def late(self, **options):
-        draw = begun(self, **options)
-
-        def after_an_update():
-            if threading.current_thread().name == "ztk-ahead":
-                assert updated.wait(60), "the run did not update while the next rollout was drawn"
-            return draw()
-
-        return after_an_update
+    def after_an_update():
+        assert updated.wait(60), "the run did not update while the next rollout was drawn"
 
     def fill(run, scored):
         task.fill(run, scored)
@@ -64,11 +83,8 @@ def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
         updated.set()
         return found
 
-    CachedRollouts.begun = late
-    try:
+    with before_draws_ahead(after_an_update):
         rollout_loop.run_task(config, process=process.arrange(policies.topology(config)), fill=fill, update=update)
-    finally:
-        CachedRollouts.begun = begun
     found = []
     for number, samples in enumerate(drawn):
         equal = []
@@ -128,26 +144,16 @@ def test_a_resumed_run_and_one_that_waits_equal_the_one_that_overlaps(overrides,
 
 def play_failing(process: Process, *, config) -> tuple[str, float]:
     """The second rollout that is drawn ahead fails; the error, and the seconds from there to the end of the run."""
-    begun, failed, calls = CachedRollouts.begun, [], []
+    failed, calls = [], []
 
-    def failing(self, **options):
-        draw = begun(self, **options)
+    def fails():
+        calls.append(1)
+        if len(calls) == 2:
+            failed.append(time.monotonic())
+            raise FloatingPointError("the policy's logits are not finite")
 
-        def drawn():
-            if threading.current_thread().name == "ztk-ahead":
-                calls.append(1)
-                if len(calls) == 2:
-                    failed.append(time.monotonic())
-                    raise FloatingPointError("the policy's logits are not finite")
-            return draw()
-
-        return drawn
-
-    CachedRollouts.begun = failing
-    try:
+    with before_draws_ahead(fails):
         found = play(process, config=config, fails=True)
-    finally:
-        CachedRollouts.begun = begun
     return found["error"], time.monotonic() - failed[0]
 
 
@@ -160,28 +166,23 @@ def test_an_exception_of_the_thread_ends_the_run_with_its_cause(ranks, tmp_path)
 
 def play_stopped(process: Process, *, config) -> tuple[str, list[str]]:
     """The first update fails while the next rollout is drawn, which never ends. Returns the error and the threads that are left."""
-    begun, update, drawing = CachedRollouts.begun, grpo.update_policy, threading.Event()
+    update, drawing = grpo.update_policy, threading.Event()
 
-    def endless(self, **options):
-        draw = begun(self, **options)
-
-        def drawn():
-            while threading.current_thread().name == "ztk-ahead":
-                drawing.set()
-                time.sleep(0.01)
-            return draw()
-
-        return drawn
+    def endless():
+        while True:
+            drawing.set()
+            time.sleep(0.01)
 
     def failing(run):
         assert drawing.wait(60), "the next rollout is not drawn during updates"
         raise ArithmeticError("no update")
 
-    CachedRollouts.begun, grpo.update_policy = endless, failing
+    grpo.update_policy = failing
     try:
-        found = play(process, config=config, fails=True)
+        with before_draws_ahead(endless):
+            found = play(process, config=config, fails=True)
     finally:
-        CachedRollouts.begun, grpo.update_policy = begun, update
+        grpo.update_policy = update
     return found["error"], [thread.name for thread in threading.enumerate() if thread.name == "ztk-ahead"]
 
 
@@ -235,13 +236,13 @@ def test_engine_identity_and_correction_follow_from_it():
     assert (rollout.engine, rollout.identity) == (RolloutEngineName.generator, RolloutIdentity.corrected)
     assert rollout.correction is CorrectionName.token_truncate and rollout.correction_max == 2.0
     rollout = composed().rollout
-    assert (rollout.ahead, rollout.engine, rollout.identity) == (0, RolloutEngineName.trainer, RolloutIdentity.exact)
+    assert (rollout.ahead, rollout.engine, rollout.identity) == (0, RolloutEngineName.generator, RolloutIdentity.exact)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("rollout.identity=exact", "rollout.ahead=1: answers are .* so rollout.identity=exact cannot hold; use"),
+        ("rollout.identity=exact", "rollout.ahead=1: answers are .* so rollout.identity=exact cannot be promised; use"),
         ("rollout.engine=trainer", "rollout.ahead=1: with rollout.engine=trainer answers are drawn with the weights that are updated"),
         ("rollout.tensor=2 launch.ranks=2", "use rollout.tensor=1, or rollout.ahead=0"),
     ],

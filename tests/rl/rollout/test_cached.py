@@ -12,16 +12,18 @@ from ztk.config import ConfigError, Machine, compose
 from ztk.core.runtime import Process
 from ztk.nn.attention import CausalAttention
 from ztk.rl.rollout import (
-    CachedAttention,
     CachedRollouts,
+    EngineAttention,
     Requests,
     RolloutPolicy,
     Samples,
+    generate,
     token_logprobs,
-    use_cached_attention,
+    use_engine_attention,
 )
 
 GENERATOR = ("rollout.engine=generator", "rollout.identity=corrected")
+EXACT = ("rollout.engine=generator", "rollout.identity=exact")
 NEAR = 2e-5  # two layers in fp32: both sum up to 64 products per value in another order, about 40 roundings of 6e-8 of logits below 8
 
 
@@ -44,7 +46,7 @@ def drawn_twice(process: Process, *, config, cache: str | None = None) -> list[d
     options = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stops": (10,), "pad": 0, "temperature": 0.8}
     found = []
     for step in range(3):
-        samples = cached.generate(policy=RolloutPolicy(**options), requests=requests, step=0)
+        samples = generate(cached, policy=RolloutPolicy(**options), requests=requests, step=0)
         with engine.evaluating():
             trainer = token_logprobs(engine(samples.tokens), tokens=samples.tokens, temperature=0.8)
         mask = samples.answer_mask
@@ -124,10 +126,10 @@ def long_answers(process: Process, *, config) -> list[list[int]]:
         copies=torch.zeros(4, dtype=torch.int64),
     )
     policy = RolloutPolicy(length=170, micro_batch=4, max_tokens=140, stops=(300,), pad=0, temperature=0.8)
-    samples = CachedRollouts(engine).generate(policy=policy, requests=requests, step=0)
+    samples = generate(CachedRollouts(engine), policy=policy, requests=requests, step=0)
     for own in (False, True):
         if own:
-            use_cached_attention(engine.module)
+            use_engine_attention(engine.module)
         with engine.evaluating():
             trainer = token_logprobs(engine(samples.tokens), tokens=samples.tokens, temperature=0.8)
         found.append(((trainer != samples.logprobs) & samples.answer_mask).sum(1).tolist())
@@ -147,7 +149,7 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
     shapes = ((2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 8))
     query, key, value = (torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes)
     d_out, found = torch.randn(shapes[0], generator=draw), []
-    for attention in (CachedAttention(), CausalAttention()):
+    for attention in (EngineAttention(), CausalAttention()):
         out = attention(query, key=key, value=value)
         found.append((out, torch.autograd.grad(out, (query, key, value), d_out)))
     (own, gradients), (by_torch, expected) = found
@@ -160,27 +162,15 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
     ("overrides", "message"),
     [
         (
-            ("rollout.engine=generator", "precision=bf16"),
+            (*EXACT, "precision=bf16"),
             "rounds the trainer's products, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
         ),
-        (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "it merges adapters into the weights"),
-        (
-            ("rollout.engine=generator", "rollout.tensor=2"),
-            "use rollout.identity=corrected or off, or rollout.tensor=1",
-        ),
-        (
-            ("topology=tp2", "rollout.engine=generator"),
-            "the trainer adds up parts of them, so rollout.identity=exact cannot",
-        ),
-        (("topology=tp2", *GENERATOR, "rollout.tensor=2"), "gets full weights; use rollout.tensor=1 instead of 2"),
-        (("topology=tp2", *GENERATOR, "rollout.ahead=1"), "exchange its answers, .* use rollout.ahead=0"),
-        (
-            ("topology=tp2", *GENERATOR, "rollout.prompts=1", "rollout.group_size=1", "advantage.baseline=critic"),
-            "are 1 answers for 2 ranks, .* use more rollout.prompts",
-        ),
+        ((*EXACT, "lora=adapter", "warm_start.steps=0"), "it merges adapters into the weights"),
+        ((*EXACT, "rollout.tensor=2"), "use rollout.identity=corrected or off, or rollout.tensor=1"),
+        (("topology=tp2", *GENERATOR), "which are a part of the model; use rollout.engine=trainer, or topology=dp"),
         ((*GENERATOR, "rollout.tensor=3"), "2 ranks cannot be divided by it; use rollout.tensor=2"),
         (
-            ("rollout.tensor=2",),
+            ("rollout.tensor=2", "rollout.engine=trainer"),
             "rollout.tensor=2 has no effect here, only with task=grpo or task=ppo, and task=distill with",
         ),
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
@@ -192,18 +182,25 @@ def test_what_it_cannot_promise_is_refused(overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "engine", "identity", "reason"),
+    ("gpus", "overrides", "engine", "identity", "reason"),
     [
-        ((), "generator", "corrected", "the trainer's own weights"),
-        (("zero=stage3", "precision=bf16", "lora=adapter"), "generator", "corrected", "the trainer's own weights"),
-        (("rollout.identity=off",), "generator", "off", "the trainer's own weights"),
-        (("rollout.identity=exact",), "trainer", "exact", "needs the trainer's forward"),
-        (("zero=stage3", "rollout.weights=whole"), "trainer", "exact", "rollout.weights=whole is for its forward"),
-        (("rollout.engine=trainer",), "trainer", "exact", None),
+        (1, (), "generator", "corrected", "keeps keys and values"),
+        (1, ("zero=stage3", "precision=bf16", "lora=adapter"), "generator", "corrected", "keeps keys and values"),
+        (1, ("rollout.identity=off",), "generator", "off", "keeps keys and values"),
+        (1, ("rollout.identity=exact",), "trainer", "exact", "needs the trainer's forward"),
+        (1, ("zero=stage3", "rollout.weights=whole"), "trainer", "exact", "rollout.weights=whole is for its forward"),
+        (1, ("rollout.engine=trainer",), "trainer", "exact", None),
+        (0, (), "generator", "exact", "keeps keys and values"),
+        (0, ("zero=stage3",), "generator", "exact", "keeps keys and values"),
+        (0, ("lora=adapter",), "generator", "corrected", "keeps keys and values"),
+        (0, ("lora=adapter", "rollout.identity=exact"), "trainer", "exact", "needs the trainer's"),
+        (0, ("precision=bf16",), "generator", "corrected", "keeps keys and values"),
+        (0, ("model=tiny_moe",), "generator", "corrected", "keeps keys and values"),
+        (0, ("topology=tp2",), "trainer", "exact", "every rank has a part of the weights"),
     ],
 )
-def test_the_inference_engine_draws_on_a_gpu(overrides, engine, identity, reason):
-    config = compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=1, cores=2))
+def test_the_inference_engine_draws_where_it_can(gpus, overrides, engine, identity, reason):
+    config = compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=gpus, cores=2))
     assert (config.rollout.engine, config.rollout.identity) == (engine, identity)
     assert (reason or "") in config.reasons.get("rollout.engine", "") and ("rollout.engine" in config.reasons) == bool(
         reason

@@ -24,12 +24,12 @@ def faults(*overrides: str) -> str:
                 *("rollout.prompts=3", "rollout.group_size=1", "rollout.weights=streamed", "critic.lr=0.1", "kl.place=reward"),
                 *("critic.zero=stage3", "reward.offload=cpu"),
                 *("advantage.gamma=0.9", "policy.form=cispo", "policy.dual_clip=3", "rollout.correction_max=3"),
-                *("rollout.temperature=0", "advantage.baseline=mean", "rollout.engine=generator"),
+                *("rollout.temperature=0", "advantage.baseline=mean", "rollout.engine=generator", "rollout.identity=exact"),
             ),
             (
-                "topology.tensor=2: rollout.engine=generator draws with full layers and the trainer adds up parts of them",
-                "use rollout.identity=corrected, or zero.quantized_weights=false",
-                "use rollout.identity=corrected, or precision=bf16",
+                "topology.tensor=2: rollout.engine=generator draws with a rank's own weights",
+                "use rollout.identity=corrected or off, or zero.quantized_weights=false",
+                "use rollout.identity=corrected or off, or precision=bf16",
                 "use model.vocab_size=256",
                 "use launch.elastic=false",
                 "use checkpoint.asynchronous=false",
@@ -50,13 +50,13 @@ def faults(*overrides: str) -> str:
         ),
         (
             (
-                *("task=grpo", "data=stdlib", "zero=ddp", "model=tiny_moe", "advantage.baseline=critic"),
+                *("task=grpo", "data=stdlib", "zero=ddp", "model=tiny_moe", "advantage.baseline=critic", "rollout.identity=exact"),
                 *("kl.coef=0.1", "kl.estimator=k1", "kl.reference=none", "kl.stop_above=3", "train.global_batch_size=100"),
             ),
             (
                 "use data=prompts",
                 "use zero=stage0 to stage3",
-                "use rollout.identity=corrected, or model=tiny",
+                "use rollout.identity=corrected or off, or model=tiny",
                 "use task=ppo, or advantage.baseline=mean",
                 "use kl.estimator=k3_weighted, or kl.place=reward",
                 "use kl.reference=frozen, or kl.coef=0",

@@ -30,6 +30,7 @@ from ztk.rl.rollout import (
     RolloutPolicy,
     RolloutWeights,
     SettledWeights,
+    generate,
 )
 
 OPTIONS = ("rollout.engine=generator", "rollout.identity=corrected", "kl.reference=none")
@@ -60,7 +61,8 @@ def held(process: Process, *, config) -> dict:
     Generator.close = watched
     gc.disable()  # memory of a device is freed by the rollout, not by a collection at some time
     try:
-        CachedRollouts(engine, cache="blocks").generate(policy=RolloutPolicy(**POLICY), requests=requests_of(4), step=0)
+        cached = CachedRollouts(engine, cache="blocks")
+        generate(cached, policy=RolloutPolicy(**POLICY), requests=requests_of(4), step=0)
         found["alive"] = [one() is not None for one in found["alive"]]
         found["sharded"] = [parameter.numel() for parameter in engine.module.parameters()][:1]
     finally:
@@ -160,7 +162,7 @@ def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
         guards=Guards(GuardPolicy()),
         weights=SettledWeights(weights=RolloutWeights.whole, reason=""),
         packs=True,
-        cached=CachedRollouts(actor, cache=cache),
+        drawer=CachedRollouts(actor, cache=cache),
     )
 
 

@@ -360,34 +360,6 @@ def play_counting(process: Process, *, config, cache: str | None) -> list[tuple[
     return found
 
 
-def play_recording(process: Process, *, config, most: int | None = None) -> list[int]:
-    """A run of the trainer's forward with a cache; of every forward the fewest tokens that the cache has of a text. most: groups of texts
-    whose cache stays between turns."""
-    from ztk.rl.rollout import hybrid
-
-    new_tokens, groups_kept, found = hybrid.new_tokens, hybrid._groups_kept, []
-
-    def recording(tokens, *, rows, since, until):
-        found.append(int(since.min()))
-        return new_tokens(tokens, rows=rows, since=since, until=until)
-
-    hybrid.new_tokens = recording
-    if most is not None:
-        hybrid._groups_kept = lambda *args, **options: most
-    try:
-        play(process, config=config)
-    finally:
-        hybrid.new_tokens, hybrid._groups_kept = new_tokens, groups_kept
-    return found
-
-
-@pytest.mark.parametrize(("most", "prompts"), [(None, 4), (0, 8)])
-def test_the_trainers_forward_keeps_its_cache_between_turns_where_it_fits(most, prompts, straight, ranks, tmp_path):
-    (found,) = ranks(1).run(play_recording, config=config_with("Twice", folder=tmp_path), most=most)
-    assert found.count(0) == prompts  # of two rollouts and of the evaluations before and after, of one or two turns
-    assert len(found) > 40 and rows_of(tmp_path) == straight[1]
-
-
 def test_an_observation_that_the_template_refuses_is_named(tmp_path):
     _, turns = opened(
         tmp_path,
@@ -445,7 +417,7 @@ def test_a_model_of_transformers_gets_turns_by_its_chat_template(ranks, tmp_path
         prompt = tokenizer.decode(tokens[: int(first)], shows_special=True)
         assert prompt.startswith("<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n2 + 2 ?<|im_end|>")
     (row,) = rows_of(tmp_path)
-    assert row["rollout_differing"] == 0 and row["rewards.roles"] > 1
+    assert row["rollout_outside"] == 0 and row["rewards.roles"] > 1
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     ended = [line for line in lines if line["ended"] == "done"]
     assert len(lines) == 8 and ended and all(line["turns"] == 2 and line["turn_rewards"][0] is None for line in ended)

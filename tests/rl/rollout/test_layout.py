@@ -1,20 +1,17 @@
 """Packed texts: each has the bits that it has alone, and the gradient of rows with padding behind."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.rl.rollout.runs import Batches
-from ztk.inference import products
+from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
-from ztk.rl.rollout import CachedAttention, RolloutPolicy, TextCache, answer_logits, hybrid, lay_out, pack_exactly
-from ztk.rl.rollout import packed as packing
+from ztk.rl.rollout import EngineAttention, RolloutPolicy, answer_logits, lay_out, pack_exactly
 from ztk.rl.rollout.answering import answer
-from ztk.rl.rollout.layout import lay_out_new, new_tokens
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(
@@ -72,27 +69,6 @@ def test_four_threads_have_full_vectors_too():
     finally:
         torch.set_num_threads(before)
     assert torch.equal(alone, together)
-
-
-def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
-    """In uneven pieces, some texts left out of a forward."""
-    model, tokens = decoder(), texts()
-    assert pack_exactly(model, device=CPU)
-    computed, cache = torch.zeros_like(LENGTHS), TextCache(texts=len(LENGTHS), longest=72)
-    with torch.no_grad():
-        full = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model)
-        expected = full.forward(model).flatten(0, 1)
-        for until in (torch.minimum(LENGTHS, torch.tensor([1, 66, 1, 4, 12, 2])), (LENGTHS + 1) // 2 + 3, LENGTHS):
-            rows = (until.clamp(max=LENGTHS) > computed).nonzero().squeeze(1)
-            since, stop = computed[rows], until.clamp(max=LENGTHS)[rows]
-            found = new_tokens(tokens, rows=rows, since=since, until=stop)
-            layout, spans = lay_out_new(found, filling=len(LENGTHS), module=model, device=CPU)
-            with cache.used(model, spans=spans):
-                found = layout.forward(model).flatten(0, 1)
-            last, own = layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
-            assert torch.equal(found[last], expected[own])
-            computed[rows] = stop
-    assert torch.equal(computed, LENGTHS)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -177,41 +153,18 @@ def test_what_cannot_pack_exactly_stays_as_it_is():
     for model in (decoder().bfloat16(), decoder(experts=2, experts_per_token=1), adapted, torch.nn.Linear(2, 2)):
         assert not pack_exactly(decoder(), model, device=CPU)
         kinds = {type(part) for part in model.modules() if isinstance(part, CausalAttention)}
-        assert CachedAttention not in kinds
+        assert EngineAttention not in kinds
     assert not pack_exactly(decoder(), device=torch.device("cuda"))
 
 
 class _Engine(Batches):
-    """The engine's attributes that a rollout's forwards use. tokens: of each forward."""
+    """The engine's attributes that forwards over answers use."""
 
     def __init__(self, module: Decoder) -> None:
-        self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU, local_world_size=1), []
-        self.comm, policy = SimpleNamespace(size=1), SimpleNamespace(shards_parameters=False)
-        self.zero = SimpleNamespace(policy=policy, full_parameters=module.named_parameters)
+        self.module = module
 
     def __call__(self, tokens: torch.Tensor, **options) -> torch.Tensor:
-        self.tokens.append(tokens.numel())
         return self.module(tokens, **options)
-
-
-@torch.no_grad()
-def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
-    """By the module, with the bits of full texts."""
-    model = decoder()
-    options = {"length": 72, "micro_batch": 6, "max_tokens": 8, "stops": (0,), "pad": 0, "packs": True}
-    assert pack_exactly(model, device=CPU)
-    policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
-    tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
-    lengths, rows = torch.tensor([60, 60, 5, 60, 12, 59]), torch.arange(6)
-    forwards = hybrid._Forwards(engine, policy=policy, texts=6)
-    for step in range(3):
-        found = forwards.logits(tokens, rows=rows, lengths=lengths + step, large=None)
-        layout = lay_out(tokens, lengths=lengths + step, packs=True, device=CPU, module=model)
-        expected = layout.forward(model).flatten(0, 1)[layout.at(lengths + step - 1)]
-        assert torch.equal(found, expected), step
-    first, *later = engine.tokens
-    assert 60 + 5 + 12 + 59 <= first < 2 * 60 + 5 + 12 + 59
-    assert all(6 <= count < 60 for count in later)
 
 
 @torch.no_grad()
@@ -222,8 +175,7 @@ def test_answers_over_packed_weights_have_the_modules_bits():
     policy, tokens = RolloutPolicy(**options), torch.randint(97, (8, 160), generator=torch.Generator().manual_seed(1))
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
     tokens[7, :70] = tokens[6, :70]
-    packed = packing.pack_weights(_Engine(model))
-    assert packed is not None
+    packed = Generator(model).own_model
     draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     given = {"tokens": tokens, "lengths": lengths, "draws": draws}
     counts, logprobs, finished, kept = answer(packed, policy=policy, **given)
@@ -236,27 +188,3 @@ def test_answers_over_packed_weights_have_the_modules_bits():
     logits = layout.forward(model).flatten(0, 1).index_select(0, places - 1)
     chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
     assert torch.equal(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1), logprobs[mask])
-
-
-@torch.no_grad()
-def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
-    """Planted: packed products are others. Nor where another rank does not pack, parameters are gathered for forwards, or do not fit into
-    memory."""
-    model = decoder(dim=32)
-    assert packing.pack_weights(_Engine(model)) is None, "torch's attention has other bits"
-    assert pack_exactly(model, device=CPU)
-    engine = _Engine(model)
-    assert packing.pack_weights(engine) is not None
-    with monkeypatch.context() as patch:  # as many forwards on every rank
-        patch.setattr(engine.comm, "size", 2)
-        patch.setattr(engine.comm, "gather_scalars", lambda own, *, label: torch.tensor([[1.0], [0.0]]), raising=False)
-        assert packing.pack_weights(engine) is None
-    engine.zero.policy.shards_parameters = True
-    assert packing.pack_weights(engine) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(packing, "free_memory", lambda: 1000)
-        assert packing.pack_weights(_Engine(model)) is None
-    multiply = products.Product.multiply
-    monkeypatch.setattr(products.Product, "multiply", lambda self, x: multiply(self, x) * (1 + 2**-23))
-    monkeypatch.setattr(packing, "_agrees", {})
-    assert packing.pack_weights(_Engine(model)) is None

@@ -52,24 +52,6 @@ def test_divided_experts_have_the_losses_of_one_rank(ranks, tmp_path):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize(
-    "topology", ["tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "sp2", "ep2"))]
-)
-def test_the_inference_engine_draws_with_weights_of_all_ranks(topology, ranks, tmp_path):
-    model = ("model=tiny_moe", "model.balance_loss_weight=0") if topology == "ep2" else ()
-    options, found = (*model, *SHORT, "rollout.engine=generator", "rollout.identity=corrected"), {}
-    for name, count in (("dp", 1), (topology, 2)):
-        config = config_of("grpo", *options, f"topology={name}", folder=tmp_path / name, ranks=count)
-        played = ranks(count).run(play, config=config)
-        found[name] = rows_of(tmp_path / name)
-    assert (
-        topology == "ep2" or played[0]["rollouts"] == played[1]["rollouts"]
-    )  # each draws a part, and gets the other's
-    for name in ("loss", "reward", "length", "rollout_k1"):
-        one, two = ([row[name] for row in rows] for rows in found.values())
-        assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
-
-
 @pytest.mark.parametrize("cache", ["slabs", "blocks"])
 def test_rows_have_the_share_of_tokens_with_the_engines_experts(cache, ranks, tmp_path):
     options = ("model=tiny_moe", *SHORT, "rollout.engine=generator", "rollout.identity=corrected")

@@ -11,7 +11,15 @@ from experiments.models import build
 from tests.rl.rollout.runs import composed
 from ztk.core.runtime import Process
 from ztk.core.runtime.memory import Tier
-from ztk.rl.rollout import Requests, RolloutPolicy, RolloutWeights, generate, settle_weights, states_away
+from ztk.rl.rollout import (
+    Requests,
+    RolloutPolicy,
+    RolloutWeights,
+    TrainerRollouts,
+    generate,
+    settle_weights,
+    states_away,
+)
 
 LENGTH, PROMPTS = 12, 4
 
@@ -25,7 +33,8 @@ def rolled_out(process: Process, *, config, weights: RolloutWeights) -> dict:
         prompts=[[97 + row, 98] for row in range(PROMPTS)], numbers=numbers, prompt_numbers=numbers, copies=numbers * 0
     )
     options = {"length": LENGTH, "micro_batch": PROMPTS, "max_tokens": 6, "stops": (10,), "pad": 0}
-    generate(engine, policy=RolloutPolicy(**options, weights=weights), requests=requests, step=0)
+    policy = RolloutPolicy(**options, weights=weights)
+    generate(TrainerRollouts(engine), policy=policy, requests=requests, step=0)
     units = [
         sum(bucket.size * bucket.traits.dtype.itemsize for bucket in unit.buckets)
         for unit in engine.zero.gathering.units

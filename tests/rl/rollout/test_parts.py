@@ -7,15 +7,14 @@ from experiments.models import open_critic, replaced
 from experiments.pretrain import build_model
 from tests.rl.rollout.runs import config_of
 from ztk.inference.sample import choose
+from ztk.inference.uniforms import sample_keys, uniforms
 from ztk.rl.rollout import (
     Buffer,
     GuardPolicy,
     Guards,
     Samples,
     compare,
-    sample_keys,
     share_of_rank,
-    uniforms,
 )
 
 

@@ -10,16 +10,22 @@ import torch
 from experiments import rollout_loop
 from experiments.prompts import Prompts
 from tests.rl.rollout.runs import REWARD, config_of, play, rows_of
-from ztk.core.policies.rollout import KlEstimator, KlPlace, RolloutWeightsName, StageName
+from ztk.core.policies.rollout import KlEstimator, KlPlace, RolloutEngineName, RolloutWeights, StageName
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime import Process
+from ztk.inference.products import Product
 from ztk.rl.rollout import Samples
 
 LAYOUTS = {
     "stage1": {"zero__stage": 1, "zero__overlap_gather": True},
     "stage2": {"zero__stage": 2, "zero__overlap_gather": True},
     "stage3": {"zero__stage": 3},
-    "streamed": {"zero__stage": 3, "rollout__weights": RolloutWeightsName.streamed},
+    "trainer": {"zero__stage": 3, "rollout__engine": RolloutEngineName.trainer},
+    "streamed": {
+        "zero__stage": 3,
+        "rollout__engine": RolloutEngineName.trainer,
+        "rollout__weights": RolloutWeights.streamed,
+    },
     "cpu": {"zero__stage": 3, "offload__optimizer": "cpu", "offload__parameters": "cpu"},
     "selective": {"recompute__mode": "selective"},
     "full": {"zero__stage": 3, "recompute__mode": "full"},
@@ -80,6 +86,23 @@ def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size,
     assert rows_of(tmp_path) == rows
 
 
+def play_on_another_processor(process: Process, *, config) -> tuple[dict, str | None]:
+    """Products of the inference engine have other bits. Returns the run and what `settle_drawer` says."""
+    multiply, settle, said = Product.multiply, rollout_loop.settle_drawer, []
+    Product.multiply = lambda self, x: multiply(self, x) * (1 + 2**-23)
+    rollout_loop.settle_drawer = lambda run: said.append(settle(run)) or said[-1]
+    try:
+        return play(process, config=config), said[0]
+    finally:
+        Product.multiply, rollout_loop.settle_drawer = multiply, settle
+
+
+def test_the_trainer_draws_where_the_inference_engine_has_other_bits(plain, ranks, tmp_path):
+    ((_, said),) = ranks(1).run(play_on_another_processor, config=config_of("grpo", folder=tmp_path))
+    assert "on this processor the inference engine has other bits" in said
+    assert rows_of(tmp_path) == plain("grpo", 1)[1]
+
+
 def test_other_models_than_the_policy_may_have_their_own_strategy(plain, ranks, tmp_path):
     result, rows = plain("ppo", 2)
     config = config_of("ppo", folder=tmp_path, ranks=2, offload__nvme_path=str(tmp_path / "nvme"), **OTHERS)
@@ -100,7 +123,9 @@ def test_the_first_samples_do_not_depend_on_the_number_of_ranks(task, plain, ran
 
 
 def test_the_samples_do_not_depend_on_the_size_of_micro_batches(plain, ranks, tmp_path):
-    config = config_of("grpo", folder=tmp_path, train__steps=1, train__micro_batch_size=2, train__accumulation_steps=4)
+    changes = {"train__micro_batch_size": 2, "train__accumulation_steps": 4}
+    trainer = RolloutEngineName.trainer
+    config = config_of("grpo", folder=tmp_path, train__steps=1, rollout__engine=trainer, **changes)
     found = ranks(1).run(play, config=config)
     one, two = (samples_of(result, rollout=0) for result in (plain("grpo", 1)[0], found))
     assert one == two  # log-probabilities included, whatever a text is packed with

@@ -186,7 +186,9 @@ class DataConfig:
         range=Range(low=1, high=127),
         acts=_BYTE_RECORDS,
     )
-    validation_fraction: float | None = key("part of the text held out for evaluation", range=BELOW_ONE, acts=_HELD_OUT)
+    validation_fraction: float | None = key(
+        "part of the text held out for evaluation", range=BELOW_ONE, acts=_HELD_OUT, idle=0
+    )
     seq_len: int = key(
         "tokens per sequence; of records in data.path the longest text, where it is not given",
         default=MISSING,

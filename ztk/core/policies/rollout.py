@@ -25,12 +25,12 @@ class RolloutEngineName(StrEnum):
     generator = "generator"
 
 
-class RolloutWeightsName(StrEnum):
-    """rollout.weights: when parameters are gathered at stage 3."""
+class RolloutWeights(StrEnum):
+    """rollout.weights: when parameters are gathered at stage 3. At lower stages they are always full."""
 
-    auto = "auto"
-    whole = "whole"
-    streamed = "streamed"
+    auto = "auto"  # whole if all parameters fit, else streamed
+    whole = "whole"  # gathered once and kept, up to zero.max_live_parameters; a rollout moves each parameter once
+    streamed = "streamed"  # gathered for every forward and released afterwards: needs as much memory as training
 
 
 class RolloutIdentity(StrEnum):
@@ -271,16 +271,16 @@ class RolloutConfig:
         acts=_ANSWERED,
     )
     engine: RolloutEngineName | None = key(
-        "trainer: the training engine's forward, over its shards; generator: the inference engine, with a cache of keys and values "
-        "for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. The default is "
-        "generator on a GPU, trainer on a CPU",
-        default=RolloutEngineName.trainer,
+        "generator: the inference engine, with a cache of keys and values: on a GPU over the trainer's own weights, on a CPU over a copy in "
+        "fp32 on every rank; trainer: the training engine's forward, over its shards, for models that ranks share and models that the "
+        "inference engine does not compute; a token takes a full forward",
+        default=RolloutEngineName.generator,
         acts=_ANSWERED,
     )
-    weights: RolloutWeightsName | None = key(
+    weights: RolloutWeights | None = key(
         "at stage 3: whole: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
         "forward, in the memory of training; auto: whole if they fit into the free memory of every rank, with a note in the output",
-        default=RolloutWeightsName.auto,
+        default=RolloutWeights.auto,
         acts=_GATHERS,
     )
     tensor: int | None = key(

@@ -2,18 +2,17 @@
 
 from ztk.rl.rollout.ahead import Ahead, Drawn
 from ztk.rl.rollout.answering import RolloutPolicy
-from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention
+from ztk.rl.rollout.attention import EngineAttention, has_engine_attention, use_engine_attention
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
-from ztk.rl.rollout.draws import sample_keys, uniforms
 from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
 from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import Answers, answer_logits, large_answers
-from ztk.rl.rollout.hybrid import Requests, drawn_turns, generate
+from ztk.rl.rollout.hybrid import Requests, Rollouts, TrainerRollouts, TurnDraws, any_rank, draw_once, generate
 from ztk.rl.rollout.kept import Kept, hide_of
-from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
+from ztk.rl.rollout.layout import Layout, can_pack, lay_out, pack_exactly
 from ztk.rl.rollout.rewards import (
     Answered,
     Reward,
@@ -31,10 +30,10 @@ __all__ = [
     "Answered",
     "Answers",
     "Buffer",
-    "CachedAttention",
     "CachedRollouts",
     "Difference",
     "Drawn",
+    "EngineAttention",
     "EnvironmentFault",
     "Environments",
     "Episode",
@@ -52,18 +51,21 @@ __all__ = [
     "RolloutPolicy",
     "RolloutStopped",
     "RolloutWeights",
+    "Rollouts",
     "Routers",
     "Samples",
     "SettledWeights",
-    "TextCache",
+    "TrainerRollouts",
     "TrainingState",
+    "TurnDraws",
     "answer_logits",
+    "any_rank",
     "can_pack",
     "compare",
-    "drawn_turns",
+    "draw_once",
     "first_layer",
     "generate",
-    "has_cache",
+    "has_engine_attention",
     "hide_of",
     "large_answers",
     "lay_out",
@@ -72,11 +74,9 @@ __all__ = [
     "play",
     "rollout_weights",
     "same_experts",
-    "sample_keys",
     "settle_weights",
     "share_of_rank",
     "states_away",
     "token_logprobs",
-    "uniforms",
-    "use_cached_attention",
+    "use_engine_attention",
 ]

@@ -15,7 +15,6 @@ from ztk.inference.plan import free_memory
 from ztk.inference.sample import KEEPS_ALL, Cut, choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
-from ztk.rl.rollout.head import Answers
 from ztk.rl.rollout.kept import Kept, entries_of
 from ztk.rl.rollout.weights import RolloutWeights
 
@@ -99,16 +98,13 @@ def answer(
     tokens: Tensor,
     lengths: Tensor,
     draws: Tensor,
-    in_double: bool = False,
-    large: Answers | None = None,
 ) -> Part:
     """Writes an answer into each row of tokens, int64 [S, T], after a prompt of `lengths`, int64 [S], with a model for which `can_answer` is
     true.
 
     Equal prompts are computed once. Answers do not depend on each other.
 
-    draws: a number in [0, 1) for each answer and token, float64 [S, max_tokens]. in_double: compares them with probabilities in double
-    precision, as `ztk.inference.sample` does. large: given if the update reads logits in chunks.
+    draws: a number in [0, 1) for each answer and token, float64 [S, max_tokens].
     """
     prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
@@ -128,7 +124,9 @@ def answer(
             if not policy.cut.keeps_all:
                 logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
                 entries.append(entries_of(kept, rows=live, positions=lengths[live] + index))
-            drawn, found = _drawn(logits, policy=policy, uniforms=places[index], in_double=in_double, large=large)
+            distribution = fp32_logprobs(logits, temperature=policy.temperature)
+            drawn = choose(distribution, uniforms=places[index])
+            found = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
             if len(live) == count:
                 answers[index], values[index] = drawn, found
             else:
@@ -149,21 +147,6 @@ def answer(
     at = lengths[row] + index
     tokens[row, at], logprobs[row, at] = answers[index, row], values[index, row]
     return Part(counts, logprobs, finished, Kept.of(entries, shape=(count, tokens.shape[1])) if entries else None)
-
-
-@torch.inference_mode()
-def given_answer(model: InferenceModel, *, prompt: tuple[int, ...], answer: list[int], copies: int) -> Tensor:
-    """Returns logits after a prompt and after each token of an answer, for `copies` equal answers in step: fp32 [len(answer) + 1, copies,
-    V].
-    """
-    logits, cache = _begun(model, prompts=[prompt], prompt_of=[0] * copies, longest=len(answer))
-    of, found = model.description, [logits]
-    step = AnswerStep(cache, description=of, shapes=_shapes(of), lengths=[len(prompt)] * copies)
-    for number, token in enumerate(answer):
-        if number:
-            step.next()
-        found.append(model.next_logits(torch.tensor([token] * copies), step=step))
-    return torch.stack(found)
 
 
 def _shapes(of: Description) -> EqualShapes:
@@ -187,20 +170,6 @@ def _begun(
     shares = _shapes(of).rows_for(most * (of.heads // of.kv_heads)) is not None
     answers = AnswerCache(cache, lengths=lengths, prompt_of=prompt_of, longest=longest, shares=shares)
     return logits[prompt_of], answers
-
-
-def _drawn(
-    logits: Tensor, *, policy: RolloutPolicy, uniforms: Tensor, in_double: bool, large: Answers | None
-) -> tuple[Tensor, Tensor]:
-    """Samples a token for each row of logits [A, V]: int64 [A], and its log-probability."""
-    temperature = policy.temperature
-    distribution = fp32_logprobs(logits, temperature=temperature)
-    drawn = choose(
-        torch.log_softmax(logits.double() / temperature, dim=-1) if in_double else distribution, uniforms=uniforms
-    )
-    if large is not None:
-        return drawn, large.chosen(logits, tokens=drawn, temperature=temperature)
-    return drawn, distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
 
 def _places(ends: list[bool]) -> list[int]:

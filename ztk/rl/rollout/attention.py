@@ -10,87 +10,26 @@ of the first layer on. So the trainer computes its forward like the engine, over
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ztk.inference.attention import BLOCK, Scratch
-from ztk.inference.steps import Places, Span
 from ztk.nn import Documents
 from ztk.nn.attention import CausalAttention
 from ztk.rl.rollout.blocks import Blocks, Segment
 
 
-class CachedAttention(CausalAttention):
+class EngineAttention(CausalAttention):
     """softmax(query key^T / sqrt(D)) value over the past, fp32 on the CPU: [B, T, H, D], keys and values [B, T, K, D].
 
     documents: texts in a row, each with its own past or continuing another document without a past. Without documents, every row is one
-    text. Inside `TextCache.used`, the tokens of a forward continue the cached texts.
+    text.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: TextCache | None = None
 
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
-        if self.cache is not None:
-            return self.cache.attend(query, key=key, value=value, layer=self)
         return _Attention.apply(query, key, value, documents)
-
-
-class TextCache:
-    """Keys and values of texts generated token by token, for every layer. Each forward computes only the new tokens.
-
-    texts: number of texts; one more slot holds padding tokens. longest: most tokens of a text.
-    """
-
-    def __init__(self, *, texts: int, longest: int) -> None:
-        self.texts, self._blocks = texts, -(-longest // BLOCK)
-        self._slabs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [texts + 1, blocks, K, BLOCK, D] each
-        self._layers: list[CachedAttention] = []
-        self._module: nn.Module | None = None  # the module with these layers
-        self._spans: list[Span] = []
-        self._places: Places | None = None
-        self._scratch = Scratch()
-
-    @contextmanager
-    def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
-        """Connects this cache to the `CachedAttention` layers of `module` for one forward over the tokens of `spans`. A slot is a text."""
-        if self._module is not module:
-            self._module = module
-            self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
-        self._spans, self._places = spans, None
-        for layer in self._layers:
-            layer.cache = self
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer.cache = None
-
-    def copy(self, source: int, *, target: int, positions: int) -> None:
-        """Copies the first `positions` of one text to another."""
-        blocks = -(-positions // BLOCK)
-        for slabs in self._slabs.values():
-            for slab in slabs:
-                slab[target, :blocks] = slab[source, :blocks]
-
-    def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
-        """Same as `CachedAttention`, for the tokens of the spans [1, N, ...]. Stores their keys and values."""
-        (_, _, H, D), K = query.shape, key.shape[2]
-        if self._places is None:
-            self._places = Places(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
-        places, shape = self._places, (self.texts + 1, self._blocks, K, BLOCK, D)
-        if layer not in self._slabs:
-            self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
-        slabs = self._slabs[layer]
-        for slab, part in zip(slabs, (key, value), strict=True):
-            places.write(slab, part=part[0])
-        return places.attend(query[0], keys=slabs[0], values=slabs[1], scale=D**-0.5).unsqueeze(0)
 
 
 class _Attention(torch.autograd.Function):
@@ -132,9 +71,15 @@ def _blocks(
     return Blocks(segments, tokens=total, kv_heads=kv_heads, group=group, head_dim=head_dim)
 
 
-def use_cached_attention(module: nn.Module) -> None:
-    """Replaces the attention of every block of a native decoder by `CachedAttention`."""
+def use_engine_attention(module: nn.Module) -> None:
+    """Replaces the attention of every block of a native decoder by `EngineAttention`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is CausalAttention:
-                setattr(parent, name, CachedAttention())
+                setattr(parent, name, EngineAttention())
+
+
+def has_engine_attention(module: nn.Module) -> bool:
+    """Returns whether all attention of the module is the engine's, so that texts are packed without a change of bits."""
+    attends = [part for part in module.modules() if isinstance(part, CausalAttention)]
+    return bool(attends) and all(isinstance(part, EngineAttention) for part in attends)

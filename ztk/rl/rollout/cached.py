@@ -2,7 +2,7 @@
 forwards.
 
 torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the
-trainer uses `rollout.attention`. Otherwise the loss must be corrected (`rollout.identity=corrected`) or ignore the difference.
+trainer uses `attention.EngineAttention`. Otherwise the loss must be corrected (`rollout.identity=corrected`) or ignore the difference.
 
 [Note: Weights on the device] With a block cache, a generator exists for one rollout. Its weights are the trainer's parameters: embedding,
 output, MLP and head are views; query, key and value, which are one product, are concatenated into new memory. At stage 3 the parameters
@@ -11,7 +11,7 @@ is freed before the update.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,17 +22,14 @@ from torch import Tensor, nn
 from ztk.core.policies.inference import cache_of
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
+from ztk.inference.model import InferenceModel
 from ztk.inference.opening import UnreadModel
-from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
-from ztk.rl.rollout.answering import MOST, Part, RolloutPolicy, answer, answers_at_once, can_answer
-from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.hybrid import Requests, TurnDraws, first_tokens, samples_of
+from ztk.rl.rollout.answering import MOST, Part, RolloutPolicy, answer, answers_at_once, can_answer, joined
+from ztk.rl.rollout.hybrid import Requests, TurnDraws, draws_after
 from ztk.rl.rollout.kept import Kept
 from ztk.rl.rollout.routing import with_experts
 from ztk.train.engine import Engine
-
-Read = Callable[[], Iterator[tuple[str, Tensor]]]
 
 _MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers at a time, and tokens per step
 
@@ -43,99 +40,57 @@ class CachedRollouts:
     cache: as in `InferencePolicy`; slabs on a CPU and blocks on a GPU by default. With slabs, every rank has an fp32 copy of the weights
     in main memory, renewed on the first samples after an optimizer step of the policy. With blocks, the weights are the engine's own, on
     its device and in its dtype; see [Note: Weights on the device].
-    comm: of ranks that share a copy with slabs, each with a part of every layer. Without it every rank has its own copy.
-    read: yields the full parameters of an engine whose ranks have parts of them, for slabs; a collective call.
+    comm: of ranks that share a copy with slabs, each with a part of every layer. Without it every rank has its own copy, and ranks generate
+    independently.
     """
 
-    def __init__(
-        self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None, read: Read | None = None
-    ) -> None:
-        self._source = _Merged(engine, read=read)
-        self.has_blocks = cache_of(cache, device=engine.process.device.type) == "blocks"
+    def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:
+        self._source = _Merged(engine)
+        self.copies_weights = cache_of(cache, device=engine.process.device.type) != "blocks"
         self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
         self._step = -1  # policy step of the copy
 
-    def generate(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-        """Same as `ztk.rl.rollout.generate`, with the inference engine's log-probabilities. A collective call.
-
-        Ranks without a common copy generate independently.
-
-        Raises:
-            ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not support.
-            FloatingPointError: logits are not finite.
-        """
-        return self.begun(policy=policy, requests=requests, step=step)()
-
-    def begun(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Callable[[], Samples]:
-        """As `generate`, in two parts. The call copies the weights, over slabs; a collective call. Its result draws with this copy. Over slabs
-        without `comm` it may be called on another thread, while the engine steps."""
-        if self.has_blocks:
-            return partial(self._over_blocks, policy=policy, requests=requests, step=step)
-        ranks = 1 if self._comm is None else self._comm.size
-        generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
-        return partial(self._over_slabs, generator, policy=policy, requests=requests, step=step)
-
-    def _over_blocks(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-        tokens, lengths = first_tokens(policy, requests=requests)
-        sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
-        with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
-            drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
-            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
-            samples = samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
-            return with_experts(samples, generator=generator) if policy.keeps_experts else samples
-
-    def _over_slabs(self, generator: Generator, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-        tokens, lengths = first_tokens(policy, requests=requests)
-        model = generator.own_model
-        if model is not None and can_answer(model):
-            if (longest := int(lengths.max())) + policy.max_tokens > generator.max_len:
-                raise ValueError(
-                    f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {generator.max_len} tokens of "
-                    "this model: shorten the prompt or lower rollout.max_tokens"
-                )
-            draws = _draws(policy, lengths=lengths, requests=requests, step=step)
-            ranks = self._source.engine.process.local_world_size
-            size, parts = answers_at_once(model, tokens=policy.length, ranks=ranks), []
-            for first in range(0, len(lengths), size):
-                rows = slice(first, first + size)
-                given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
-                parts.append(answer(model, policy=policy, in_double=True, **given))
-        else:
-            sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
-            drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
-            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
-        samples = samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
-        return with_experts(samples, generator=generator) if policy.keeps_experts else samples
-
     @contextmanager
-    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
-        """As `ztk.rl.rollout.drawn_turns`. Weights are copied on entering. One generator draws all turns and keeps keys and values of as many
-        texts as it has slots. Over slabs without `comm` draws may be made on another thread, while the engine steps."""
-        if self.has_blocks:
-            every = _sampling(policy, requests=requests, step=step, as_trainer=False)
-            with _opened(self._source.engine, length=policy.length, sequences=len(every)) as generator:
-                yield self._turns(generator, every=every)
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int, once: bool = False) -> Iterator[TurnDraws]:
+        """As `Rollouts.turns`. One generator draws all turns and keeps keys and values of as many texts as it has slots.
+
+        Over slabs without `comm` draws may be made on another thread, while the engine steps. Raises ValueError for a model that the
+        inference engine does not support.
+        """
+        keys = requests.keys(seed=policy.seed, step=step)
+        sampling = _sampling(policy, keys=keys, as_trainer=self.copies_weights)
+        engine = self._source.engine
+        if not self.copies_weights:
+            with _opened(engine, length=policy.length, sequences=len(sampling)) as generator:
+                yield self._turns(generator, sampling=sampling, policy=policy)
             return
         ranks = 1 if self._comm is None else self._comm.size
-        every = _sampling(policy, requests=requests, step=step, as_trainer=True)
-        yield self._turns(self._loaded(policy, sequences=len(every) * ranks), every=every)
+        generator = self._loaded(policy, sequences=len(sampling) * ranks)
+        draws, model = self._turns(generator, sampling=sampling, policy=policy), generator.own_model
+        if once and model is not None and can_answer(model):
+            given = {"model": model, "policy": policy, "keys": keys, "ranks": engine.process.local_world_size}
+            draws = replace(draws, draw=partial(_in_step, **given))
+        yield draws
 
-    def _turns(self, generator: Generator, *, every: list[SamplingParams]) -> TurnDraws:
-        """every: of each row."""
+    def _turns(self, generator: Generator, *, sampling: list[SamplingParams], policy: RolloutPolicy) -> TurnDraws:
+        """sampling: of each row."""
 
         def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
             rows = limits.nonzero().squeeze(1).tolist()
             prompts = [tokens[row, : int(lengths[row])].tolist() for row in rows]
-            sampling = [replace(every[row], max_tokens=int(limits[row])) for row in rows]
+            own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
             answers: list[Completion | None] = [None] * len(tokens)
-            found = self._drawn(generator, prompts=prompts, sampling=sampling)
+            found = self._drawn(generator, prompts=prompts, sampling=own)
             for row, completion in zip(rows, found, strict=True):
                 answers[row] = completion
             return _part(answers, tokens=tokens, lengths=lengths)
 
         comm = self._comm
-        return TurnDraws(draw=draw, go_on=bool if comm is None else lambda flag: any(comm.gather_objects(flag)))
+        go_on = bool if comm is None else lambda flag: any(comm.gather_objects(flag))
+        if not policy.keeps_experts:
+            return TurnDraws(draw=draw, go_on=go_on)
+        return TurnDraws(draw=draw, go_on=go_on, complete=partial(with_experts, generator=generator))
 
     def _drawn(
         self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]
@@ -176,15 +131,14 @@ class CachedRollouts:
 class _Merged:
     """An engine as a source of weights for the generator: its module, and full parameters with adapters merged into the weights."""
 
-    def __init__(self, engine: Engine, *, read: Read | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self.zero = self
-        self._read = engine.zero.full_parameters if read is None else read
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full parameters. A collective call."""
-        return merged_parameters(self.module, read=self._read)
+        return merged_parameters(self.module, read=self.engine.zero.full_parameters)
 
 
 @contextmanager
@@ -209,43 +163,51 @@ def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generato
             generator.close()
 
 
-def _prompts(requests: Requests) -> list[list[int]]:
-    return [list(prompt) for prompt in requests.prompts]
-
-
-def _sampling(policy: RolloutPolicy, *, requests: Requests, step: int, as_trainer: bool) -> list[SamplingParams]:
-    """Returns the sampling of each answer. as_trainer: computes log-probabilities like the trainer, as is always done over kept
-    tokens.
+def _sampling(policy: RolloutPolicy, *, keys: Tensor, as_trainer: bool) -> list[SamplingParams]:
+    """Returns the sampling of each answer. keys: of their random numbers. as_trainer: draws from the trainer's fp32 probabilities, as is
+    always done over kept tokens.
     """
-    pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
-    return [
-        SamplingParams(
-            max_tokens=policy.max_tokens,
-            temperature=policy.temperature,
-            top_k=policy.cut.top_k,
-            top_p=policy.cut.top_p,
-            min_p=policy.cut.min_p,
-            stop_token_ids=policy.stops,
-            seed=policy.seed,
-            draw_key=("rollout", step, prompt, copy),
-            fp32_logprobs=as_trainer or not policy.cut.keeps_all,
-        )
-        for prompt, copy in pairs
-    ]
+    common = SamplingParams(
+        max_tokens=policy.max_tokens,
+        temperature=policy.temperature,
+        top_k=policy.cut.top_k,
+        top_p=policy.cut.top_p,
+        min_p=policy.cut.min_p,
+        stop_token_ids=policy.stops,
+        seed=policy.seed,
+        fp32_logprobs=as_trainer or not policy.cut.keeps_all,
+    )
+    return [replace(common, draw_key=key) for key in keys.tolist()]
 
 
 def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     return [completion for (completion,) in generator.generate(prompts, sampling=sampling)]
 
 
-def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: int) -> Tensor:
-    """Returns the random numbers of every answer: float64 [S, max_tokens]."""
-    numbers = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), lengths.tolist(), strict=True)
-    found = [
-        [uniform(policy.seed, ("rollout", step, prompt, copy), 0, length + index) for index in range(policy.max_tokens)]
-        for prompt, copy, length in numbers
-    ]
-    return torch.tensor(found, dtype=torch.float64)
+def _in_step(
+    tokens: Tensor,
+    lengths: Tensor,
+    limits: Tensor,
+    *,
+    model: InferenceModel,
+    policy: RolloutPolicy,
+    keys: Tensor,
+    ranks: int,
+) -> Part:
+    """As `TurnDraws.draw`, of single turns: all limits are the policy's. ranks: that share the machine."""
+    most = model.description.max_len
+    if (longest := int(lengths.max())) + policy.max_tokens > most:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {most} tokens of this model: shorten "
+            "the prompt or lower rollout.max_tokens"
+        )
+    draws = draws_after(lengths, keys=keys, count=policy.max_tokens)
+    size, parts = answers_at_once(model, tokens=policy.length, ranks=ranks), []
+    for first in range(0, len(lengths), size):
+        rows = slice(first, first + size)
+        given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
+        parts.append(answer(model, policy=policy, **given))
+    return joined(parts)
 
 
 def _part(answers: Sequence[Completion | None], *, tokens: Tensor, lengths: Tensor) -> Part:

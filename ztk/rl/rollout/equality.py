@@ -1,10 +1,10 @@
 """Computes the log-probability of a token with one function for rollout and trainer, and compares both bitwise.
 
-[Note: The trainer's bits] A rollout runs the trainer's own forward. In packed texts, no result of a text depends on the others; see
-[Note: The bits of packed texts] in `layout`. Otherwise rows have the trainer's length and micro-batches the trainer's size, so every
-product and every attention has the operands' shapes of the training step: a causal model's result at a position does not depend on later
-positions, and the same kernel on the same shapes rounds in the same way. The comparison below verifies this. Experts are an exception:
-the number of rows of an expert also depends on later tokens.
+[Note: The trainer's bits] `rollout.engine=trainer` runs the trainer's own forward. In packed texts, no result of a text depends on the
+others; see [Note: The bits of packed texts] in `layout`. Otherwise rows have the trainer's length and micro-batches the trainer's size,
+so every product and every attention has the operands' shapes of the training step: a causal model's result at a position does not depend
+on later positions, and the same kernel on the same shapes rounds in the same way. The comparison below verifies this. Experts are an
+exception: the number of rows of an expert also depends on later tokens.
 """
 
 from collections.abc import Iterator

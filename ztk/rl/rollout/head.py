@@ -21,8 +21,9 @@ from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
 from ztk.parallel.sequence import divides_sequences
+from ztk.rl.rollout.attention import has_engine_attention
 from ztk.rl.rollout.kept import Hide
-from ztk.rl.rollout.layout import Layout, has_cache
+from ztk.rl.rollout.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +163,7 @@ def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
     The output layer multiplies only these rows if the decoder's rows are bitwise independent of their pack, else all tokens.
     """
     index, module = layout.before(mask), getattr(engine, "module", None)
-    if layout.documents is not None and _has_plain_head(module) and has_cache(module):
+    if layout.documents is not None and _has_plain_head(module) and has_engine_attention(module):
         return _answers(engine).logits(layout, index=index)
     return layout.forward(engine).flatten(0, 1).index_select(0, index)
 

@@ -3,7 +3,7 @@
 [Note: The bits of packed texts] A pack's shape depends on its texts, so a rollout's forwards and the trainer's have different shapes.
 They are bitwise equal if no result of a text depends on its neighbours. On a CPU in fp32 this holds for the native decoder: rows of
 oneDNN's products do not depend on the number of rows from 2 on (`_products_agree` tests the shapes of the model), norms and rotary
-embedding are computed per row, and `CachedAttention` sums over keys in blocks from position 0 on, wherever they are stored. Texts can
+embedding are computed per row, and `EngineAttention` sums over keys in blocks from position 0 on, wherever they are stored. Texts can
 thus share a common beginning, and a prompt with eight answers is computed once. The last elements of an activation, beyond full vectors,
 take another path in torch's code, also at the end of each thread's part. Packs are therefore padded with unused tokens until there are no
 such elements.
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.inference.steps import Span
 from ztk.kernels import is_cut_evenly
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import CausalAttention
@@ -24,7 +23,7 @@ from ztk.nn.linear import Linear, linear
 from ztk.nn.loss import IGNORED
 from ztk.nn.moe import SparseMLP
 from ztk.parallel.pipeline import MicroBatch
-from ztk.rl.rollout.attention import CachedAttention, use_cached_attention
+from ztk.rl.rollout.attention import EngineAttention, has_engine_attention, use_engine_attention
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _PAD = 0
@@ -109,7 +108,7 @@ def lay_out(
     S, T = tokens.shape
     if not packs:
         return Layout(tokens=tokens.to(device), documents=None, starts=torch.arange(S) * T)
-    if module is not None and prompt_lengths is not None and has_cache(module):
+    if module is not None and prompt_lengths is not None and has_engine_attention(module):
         prompts = [tuple(row[:count].tolist()) for row, count in zip(tokens, prompt_lengths.tolist(), strict=True)]
         if len(set(prompts)) < S:
             return _shared(tokens, lengths=lengths, prompts=prompts, device=device, module=module)
@@ -160,54 +159,6 @@ def _shared(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewTokens:
-    """The tokens of texts since the last forward, text by text: tokens, positions int64 [N]; starts: first index of each text's, int64
-    [R]. spans: their locations; slots are texts.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    starts: Tensor
-    spans: list[Span]
-
-
-def new_tokens(tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor) -> NewTokens:
-    """Returns the tokens of texts `rows`, int64 [R], from `since` to `until`, int64 [R] each, from tokens int64 [S, T] on the CPU."""
-    counts = until - since
-    starts = counts.cumsum(0) - counts
-    columns = (rows.tolist(), since.tolist(), counts.tolist(), starts.tolist())
-    spans = [
-        Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in zip(*columns, strict=True)
-    ]
-    if len(rows) == int(counts.sum()):  # one of each, as in most forwards
-        return NewTokens(tokens=tokens[rows, since], positions=since, starts=starts, spans=spans)
-    at = torch.arange(tokens.shape[1])
-    is_new = (at >= since.unsqueeze(1)) & (at < until.unsqueeze(1))
-    return NewTokens(tokens=tokens[rows][is_new], positions=at.expand(is_new.shape)[is_new], starts=starts, spans=spans)
-
-
-def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torch.device) -> tuple[Layout, list[Span]]:
-    """Returns the layout of new tokens, whose `at` takes positions relative to each text's first token here, and the location of each text's
-    new tokens, with the padding last. filling: the slot of padding tokens.
-    """
-    flat, positions, spans = new.tokens, new.positions, new.spans
-    if extra := _missing(len(flat), module=module):
-        fills = [Span(slot=filling, start=0, length=1, row=len(flat) + number) for number in range(extra)]
-        spans = [*spans, *fills]
-        flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
-        positions = torch.cat(
-            [positions, torch.zeros(extra, dtype=torch.int64)]
-        )  # all equal, at one place of the cache
-    documents = Documents(  # attention follows the spans, so only positions matter
-        positions=positions.unsqueeze(0),
-        cu_seqlens=torch.tensor([0, len(flat)], dtype=torch.int32),
-        longest=int(positions.max()) + 1,
-        starts=((0,),),
-    )
-    return Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=new.starts), spans
-
-
 def can_pack(module: nn.Module) -> bool:
     """Returns whether the module supports packed texts: the native decoder, and models of transformers of tested families."""
     return isinstance(module, Decoder) or bool(getattr(module, "takes_documents", False))
@@ -221,14 +172,8 @@ def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
     if not all(_is_plain(module, device=device) and _products_agree(module) for module in modules):
         return False
     for module in modules:
-        use_cached_attention(module)
+        use_engine_attention(module)
     return True
-
-
-def has_cache(module: nn.Module) -> bool:
-    """Returns whether all attention of the module supports a `TextCache`."""
-    attends = [part for part in module.modules() if isinstance(part, CausalAttention)]
-    return bool(attends) and all(isinstance(part, CachedAttention) for part in attends)
 
 
 def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
@@ -239,7 +184,7 @@ def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
     if any(isinstance(part, SparseMLP) or hasattr(part, "lora_A") for part in parts):
         return False
     attends = (type(part) for part in parts if isinstance(part, CausalAttention))
-    return all(kind in (CausalAttention, CachedAttention) for kind in attends) and all(
+    return all(kind in (CausalAttention, EngineAttention) for kind in attends) and all(
         parameter.dtype == torch.float32 for parameter in module.parameters()
     )
 

@@ -3,23 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
+from ztk.core.policies.rollout import RolloutWeights
 from ztk.inference.plan import free_device_memory, free_memory
 from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
 _KINDS = (StateKind.optim_states, StateKind.hp_params)
-
-
-class RolloutWeights(StrEnum):
-    """The memory of a rollout's parameters at stage 3. At lower stages they are always full."""
-
-    auto = "auto"  # whole if all parameters fit, else streamed
-    whole = "whole"  # gathered once and kept, up to zero.max_live_parameters; a rollout moves each parameter once
-    streamed = "streamed"  # gathered for every forward and released afterwards: needs as much memory as training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
