@@ -8,20 +8,25 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from typing import Any
 
 _GRACE_SECONDS = 1.0  # time for the loop to report a late coroutine; without a report, something blocks the loop
 
 
-class CallFailed(Exception):
-    """error: the exception of the call, or None if it exceeded its time limit."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of a user's function.
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        super().__init__(error)
-        self.error = error
+    said: the subject of an error, such as "the reward function score". where: the data of the call, for an error.
+    """
+
+    said: str
+    where: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -47,55 +52,76 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def call_in_time(function: Callable[..., Any], *, arguments: Mapping[str, Any], seconds: float) -> Any:
-    """Returns the value of a plain function. Raises CallFailed."""
-    outcome: list[Any] = []
+class Calls:
+    """Calls users' functions. fault: of a call that raised, or did not return within `seconds`."""
 
-    def run() -> None:
+    def __init__(self, *, seconds: float, fault: type[Exception]) -> None:
+        self._seconds, self._fault = seconds, fault
+
+    def start(self, calls: Sequence[Call]) -> Callable[[], list[Any]]:
+        """Starts coroutines, which run together. The result waits for them, or calls plain functions one after another.
+
+        It returns the values, or raises the fault.
+        """
+        if not calls or not is_async(calls[0].function):
+            return lambda: [self._called(call) for call in calls]
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*map(self._awaited, calls))
+
+        future = asyncio.run_coroutine_threadsafe(together(), _loop())
+
+        def wait() -> list[Any]:
+            try:
+                return future.result(self._seconds + _GRACE_SECONDS)
+            except FutureTimeout:  # something blocks the loop
+                raise self._late(calls[0]) from None
+
+        return wait
+
+    def _called(self, call: Call) -> Any:
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append((call.function(**call.arguments), None))
+            except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=run, name="ztk-reward", daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        if not outcome:
+            raise self._late(call)
+        value, error = outcome[0]
+        if error is not None:
+            raise self._raised(call, error=error) from error
+        return value
+
+    async def _awaited(self, call: Call) -> Any:
+        async def run() -> Any:
+            return await call.function(
+                **call.arguments
+            )  # inside the task, so that missing arguments are the task's error
+
+        task = asyncio.ensure_future(run())
+        done, _ = await asyncio.wait({task}, timeout=self._seconds)
+        if not done:
+            task.cancel()
+            raise self._late(call)
         try:
-            outcome.append((function(**arguments), None))
-        except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
-            outcome.append((None, error))
+            return task.result()
+        except (Exception, asyncio.CancelledError) as error:  # any error of the user's function
+            raise self._raised(call, error=error) from error
 
-    thread = threading.Thread(target=run, name="ztk-reward", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise CallFailed
-    value, error = outcome[0]
-    if error is not None:
-        raise CallFailed(error)
-    return value
+    def _raised(self, call: Call, *, error: BaseException) -> Exception:
+        return self._fault(f"{call.said} raised {type(error).__name__}: {error}, {call.where}")
 
-
-async def await_in_time(function: Callable[..., Any], *, arguments: Mapping[str, Any], seconds: float) -> Any:
-    """Returns the value of a coroutine function. Raises CallFailed."""
-
-    async def run() -> Any:
-        return await function(**arguments)  # called inside the task, so that missing arguments are the task's error
-
-    task = asyncio.ensure_future(run())
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
-        task.cancel()
-        raise CallFailed
-    try:
-        return task.result()
-    except (Exception, asyncio.CancelledError) as error:  # any error of the user's function
-        raise CallFailed(error) from error
-
-
-def submit(coroutine: Coroutine[Any, Any, Any]) -> Future:
-    """Starts a coroutine on the loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
-
-
-def result_in_time(future: Future, *, seconds: float) -> Any:
-    """Returns the result of a coroutine whose own calls end within `seconds`. Raises CallFailed if something blocks the loop."""
-    try:
-        return future.result(seconds + _GRACE_SECONDS)
-    except FutureTimeout:
-        raise CallFailed from None
+    def _late(self, call: Call) -> Exception:
+        return self._fault(
+            f"{call.said} did not return within reward.timeout_seconds={self._seconds:g}, {call.where}: make it faster, or raise "
+            "reward.timeout_seconds"
+        )
 
 
 @functools.cache

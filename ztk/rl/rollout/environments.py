@@ -7,7 +7,6 @@ class Environment:
 Both may be `async def`: the calls of all samples are then awaited together. Plain methods are called one after another.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -16,7 +15,7 @@ from functools import partial
 from typing import Any, Self
 
 from ztk.rl.align.turns import Said
-from ztk.rl.rollout.calls import CallFailed, asked, await_in_time, call_in_time, is_async, result_in_time, submit
+from ztk.rl.rollout.calls import Call, Calls, asked
 from ztk.rl.rollout.rewards import OWN_FIELDS, RewardError
 
 _RETURNS = "return observation, reward, done"
@@ -90,22 +89,13 @@ class Episode:
             self.said = [*self.said, {"role": "assistant", "content": answer}, *(observed or [])]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """A call without arguments. answer: of a step, for errors."""
-
-    episode: Episode
-    method: str
-    function: Callable[[], Any]
-    answer: str | None = None
-
-
 class Environments:
     """Creates environments and calls them for many samples at once. make: a class without required arguments. name: for errors."""
 
     def __init__(self, make: Callable[[], Any], *, name: str, timeout_seconds: float) -> None:
         """timeout_seconds: the time limit of one call."""
-        self._make, self._name, self._seconds = make, name, timeout_seconds
+        self._make, self._name = make, name
+        self._calls = Calls(seconds=timeout_seconds, fault=EnvironmentFault)
 
     def reset(self, episodes: Sequence[Episode], *, columns: Sequence[Mapping[str, Any]]) -> None:
         """Creates an environment per episode, and replaces `said` with the result of its `reset`. columns: fields of each record.
@@ -119,8 +109,8 @@ class Environments:
         for episode, own in zip(episodes, columns, strict=True):
             function = episode.environment.reset
             given = asked(function, given={**own, "prompt": deepcopy(episode.said)})
-            calls.append(_Call(episode=episode, method="reset", function=partial(function, **given)))
-        found = self._called(calls)
+            calls.append(self._call(function, episode=episode, method="reset", arguments=given))
+        found = self._calls.start(calls)()
         for episode, value in zip(episodes, found, strict=True):
             if value is not None:
                 episode.said = self._said(value, episode=episode, method="reset", as_prompt=True)
@@ -133,10 +123,10 @@ class Environments:
             EnvironmentFault: as in `reset`, or a step returned something other than an observation, a finite reward or None, and a bool.
         """
         calls = [
-            _Call(episode=episode, method="step", function=partial(episode.environment.step, answer), answer=answer)
+            self._call(partial(episode.environment.step, answer), episode=episode, method="step", answer=answer)
             for episode, answer in zip(episodes, answers, strict=True)
         ]
-        found = self._called(calls)
+        found = self._calls.start(calls)()
         steps = [self._checked(value, episode=episode) for value, episode in zip(found, episodes, strict=True)]
         for episode, step in zip(episodes, steps, strict=True):
             episode.rewards.append(step.reward)
@@ -147,45 +137,18 @@ class Environments:
         return EnvironmentFault(f"{self._name}: the observation of {_where(episode, turn=episode.turns)}: {error}")
 
     def _made(self, episode: Episode) -> Any:
-        made = self._in_time(_Call(episode=episode, method="its class", function=self._make))
+        [made] = self._calls.start([self._call(self._make, episode=episode, method="its class")])()
         for method in ("reset", "step"):
             if not callable(getattr(made, method, None)):
                 raise EnvironmentFault(f"{self._name} has no method {method}: write reset(prompt) and step(answer)")
         return made
 
-    def _called(self, calls: Sequence[_Call]) -> list[Any]:
-        """Calls the methods: coroutines are awaited together, plain methods called one after another."""
-        if not calls or not is_async(calls[0].function):
-            return [self._in_time(call) for call in calls]
-        try:
-            return result_in_time(submit(self._together(calls)), seconds=self._seconds)
-        except CallFailed as failed:
-            raise self._fault(calls[0], failed=failed) from None
-
-    def _in_time(self, call: _Call) -> Any:
-        try:
-            return call_in_time(call.function, arguments={}, seconds=self._seconds)
-        except CallFailed as failed:
-            raise self._fault(call, failed=failed) from failed.error
-
-    async def _together(self, calls: Sequence[_Call]) -> list[Any]:
-        async def one(call: _Call) -> Any:
-            try:
-                return await await_in_time(call.function, arguments={}, seconds=self._seconds)
-            except CallFailed as failed:
-                raise self._fault(call, failed=failed) from failed.error
-
-        return await asyncio.gather(*map(one, calls))
-
-    def _fault(self, call: _Call, *, failed: CallFailed) -> EnvironmentFault:
-        where = _where(call.episode) if call.answer is None else f"{_where(call.episode)}, answer {call.answer!r}"
-        if failed.error is not None:
-            kind = type(failed.error).__name__
-            return EnvironmentFault(f"{self._name}: {call.method} raised {kind}: {failed.error}, {where}")
-        return EnvironmentFault(
-            f"{self._name}: {call.method} did not return within reward.timeout_seconds={self._seconds:g}, {where}: make it faster, or raise "
-            "reward.timeout_seconds"
-        )
+    def _call(
+        self, function: Callable, *, episode: Episode, method: str, answer: str | None = None, **given: Any
+    ) -> Call:
+        """answer: of a step, for errors."""
+        where = _where(episode) if answer is None else f"{_where(episode)}, answer {answer!r}"
+        return Call(said=f"{self._name}: {method}", where=where, function=function, **given)
 
     def _checked(self, value: Any, *, episode: Episode) -> Step:
         said = f"{self._name}: step returned {value!r}, {_where(episode)}"

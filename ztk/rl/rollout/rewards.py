@@ -6,7 +6,6 @@ Both may be `async def`: all calls are awaited together, on an event loop that l
 their connections.
 """
 
-import asyncio
 import importlib
 import importlib.util
 import math
@@ -19,16 +18,7 @@ import torch
 from torch import Tensor
 
 from ztk.core.policies.reward import is_function_name
-from ztk.rl.rollout.calls import (
-    CallFailed,
-    asked,
-    await_in_time,
-    call_in_time,
-    is_async,
-    parameters_of,
-    result_in_time,
-    submit,
-)
+from ztk.rl.rollout.calls import Call, Calls, asked, parameters_of
 
 RewardFunction = Callable[..., Any]
 # Fields of a record that contain the conversation itself.
@@ -103,11 +93,6 @@ class Reward:
         """Whether it is called once per answer."""
         return "answer" in parameters_of(self.function)
 
-    @property
-    def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
-        return is_async(self.function)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewarded:
@@ -128,7 +113,7 @@ class RewardFunctions:
 
     def __init__(self, rewards: Sequence[Reward], *, timeout_seconds: float) -> None:
         """timeout_seconds: the time limit of one call."""
-        self.rewards, self._seconds = tuple(rewards), timeout_seconds
+        self.rewards, self._calls = tuple(rewards), Calls(seconds=timeout_seconds, fault=RewardError)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,70 +134,16 @@ class RewardFunctions:
             "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
         }
         # Coroutines run on their loop while plain functions run here.
-        awaited = {
-            number: submit(self._awaited(reward, answered=answered, given=given))
-            for number, reward in enumerate(self.rewards)
-            if reward.is_async
-        }
+        started = [self._calls.start(_calls_of(reward, answered=answered, given=given)) for reward in self.rewards]
         found = []
-        for number, reward in enumerate(self.rewards):
-            if number in awaited:
-                values = self._result(awaited[number], reward=reward, answered=answered)
-            else:
-                values = self._called(reward, answered=answered, given=given)
+        for reward, wait in zip(self.rewards, started, strict=True):
+            values = wait()
+            values = values if reward.per_answer else values[0]
             found.append(_checked(values, reward=reward, answered=answered))
         values = torch.tensor(found, dtype=torch.float64).view(len(self.rewards), len(answered)).T
         weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
         total = torch.where(values.isnan().all(1), math.nan, (values.nan_to_num() * weights).sum(1))
         return Rewarded(values=values, total=total, extra=_columns(extra, answered=answered), logged=logged)
-
-    def _called(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
-        """Calls a plain function on separate threads, so that this call returns in time even if the function blocks."""
-        if not reward.per_answer:
-            return self._in_time(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
-        return [
-            self._in_time(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
-            for row in range(len(answered))
-        ]
-
-    def _in_time(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
-        try:
-            return call_in_time(reward.function, arguments=arguments, seconds=self._seconds)
-        except CallFailed as failed:
-            raise self._fault(reward, failed=failed, where=where) from failed.error
-
-    async def _awaited(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
-        """Awaits a coroutine function; a per-answer function is awaited for all answers together."""
-        if not reward.per_answer:
-            return await self._await(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
-        return await asyncio.gather(
-            *(
-                self._await(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
-                for row in range(len(answered))
-            )
-        )
-
-    async def _await(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
-        try:
-            return await await_in_time(reward.function, arguments=arguments, seconds=self._seconds)
-        except CallFailed as failed:
-            raise self._fault(reward, failed=failed, where=where) from failed.error
-
-    def _result(self, future: Any, *, reward: Reward, answered: Answered) -> Any:
-        try:
-            return result_in_time(future, seconds=self._seconds)
-        except CallFailed as failed:
-            raise self._fault(reward, failed=failed, where=_batch(answered)) from None
-
-    def _fault(self, reward: Reward, *, failed: CallFailed, where: str) -> RewardError:
-        if failed.error is not None:
-            return RewardError(
-                f"the reward function {reward.name} raised {type(failed.error).__name__}: {failed.error}, {where}"
-            )
-        return RewardError(
-            f"the reward function {reward.name} did not return within reward.timeout_seconds={self._seconds:g} {where}: make it faster, or "
-            "raise reward.timeout_seconds"
-        )
 
 
 def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunction:
@@ -249,12 +180,17 @@ def _module_of_file(source: str) -> Any:
     return module
 
 
-def _of_answer(answered: Answered, *, row: int) -> dict[str, Any]:
-    return {"prompt": answered.texts[row], "answer": answered.answers[row], "record": dict(answered.records[row])}
-
-
-def _batch(answered: Answered) -> str:
-    return f"for {len(answered)} answers, the first {answered.where(0)}"
+def _calls_of(reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> list[Call]:
+    """Returns the calls of a function: one, or one per answer."""
+    common = {"said": f"the reward function {reward.name}", "function": reward.function}
+    if not reward.per_answer:
+        where = f"for {len(answered)} answers, the first {answered.where(0)}"
+        return [Call(where=where, arguments=asked(reward.function, given=given), **common)]
+    rows = enumerate(zip(answered.texts, answered.answers, answered.records, strict=True))
+    return [
+        Call(where=answered.where(row), arguments={"prompt": text, "answer": answer, "record": dict(record)}, **common)
+        for row, (text, answer, record) in rows
+    ]
 
 
 def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[Any]]:
