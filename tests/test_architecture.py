@@ -8,6 +8,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,8 +87,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {
-            "importlib.import_module",
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in {
             "import_module",
             "__import__",
         }:
@@ -118,6 +118,19 @@ def broken_imports(tree: ast.AST, *, package: str) -> list[str]:
 
 def test_imports_point_down():
     assert_kept(lambda path: broken_imports(parsed(path), package=package_of(path)), files=FILES)
+
+
+def test_no_modules_import_each_other():
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    graph = {}
+    for name, path in dotted.items():
+        typing_only = [
+            node for node in parsed(path).body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ]
+        names = set(imported(parsed(path))) - {only for node in typing_only for only in imported(node)}
+        modules = {one if one in dotted else one.rpartition(".")[0] for one in names if one.startswith("ztk.")}
+        graph[name] = modules - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
 
 
 # Files and docstrings

@@ -2,18 +2,7 @@
 
 from ztk.config.arguments import check_doubled, extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
-from ztk.config.compose import (
-    SWEEPER,
-    compose,
-    conf_dir,
-    from_yaml,
-    load,
-    refusal,
-    save,
-    to_config,
-    to_explained_yaml,
-    to_yaml,
-)
+from ztk.config.compose import SWEEPER, compose, conf_dir, to_config
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
@@ -22,6 +11,7 @@ from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
 from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate
+from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words

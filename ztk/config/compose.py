@@ -1,9 +1,8 @@
-"""Composes groups into one checked, settled `Config`, and reads and writes its file."""
+"""Composes groups into one checked, settled `Config`."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.alignment import take_metric, take_reference
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
-from ztk.config.derived import explained
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
 from ztk.config.environments import settle_environment
@@ -27,13 +25,15 @@ from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
-from ztk.config.keys import SWEEP, flatten, leaf_types, no_values, path_keys, read, run_keys, section_of, write
+from ztk.config.keys import SWEEP, flatten, leaf_types, path_keys, read, run_keys, section_of, write
 from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
-from ztk.config.own import OBJECTS, USER, nameless, nodes_of, take_objects, take_user, written_user
+from ztk.config.own import OBJECTS, USER, take_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.rates import take_rate
-from ztk.config.renamed import hint_of, rename_keys, rename_recorded
+from ztk.config.record import key_types, load, refusal, without_objects
+from ztk.config.renamed import rename_keys
+from ztk.config.resumed import take_run_words
 from ztk.config.rewards import settle_rewards
 from ztk.config.rollout import choose_rollouts
 from ztk.config.rules import check, take_evaluations
@@ -98,18 +98,6 @@ ConfigStore.instance().store(
 
 
 @cache
-def _types() -> DictConfig:
-    """Returns the types of all keys, whose making takes four times as long as their copy in a merge."""
-    return OmegaConf.structured(Config)
-
-
-@cache
-def _types_of_records() -> DictConfig:
-    """Returns `_types` with None for every key that a record may lack."""
-    return OmegaConf.merge(_types(), no_values())
-
-
-@cache
 def _option_values(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
     """Returns whether an option file sets keys of several groups, and its values. modified: the file's time, in nanoseconds."""
     text = path.read_text()
@@ -136,8 +124,6 @@ def compose(
 
     folders: additional folders, as of `--config-dir`.
     """
-    from ztk.config.resumed import take_run_words  # imported late: a cycle
-
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
     words = take_run_words(words, has_ranks=bool(machine.started_ranks)).words
@@ -160,26 +146,6 @@ def compose(
     return to_config(choices, overrides=arguments, options=options, machine=machine)
 
 
-def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequence[str] = ()) -> ConfigError:
-    """Converts an error of Hydra or OmegaConf: removes the search path and the advice to add keys. overrides: contain the value at
-    fault.
-    """
-    if isinstance(error, OmegaConfBaseException):
-        reason = str(error).splitlines()[0]
-        named = next((word for word in overrides if "${" in word), error.full_key)
-        if isinstance(error, InterpolationKeyError):
-            reason += f"; add {reason.partition(chr(39))[2].partition(chr(39))[0]}=VALUE"
-        return ConfigError([f"{named}: {reason}" if named and named not in reason else reason])
-    text = "\n".join(dict.fromkeys(filter(None, [str(error), str(error.__cause__ or "")])))
-    text = re.sub(r"\nConfig search path:.*", "", text, flags=re.DOTALL)
-    text = re.sub(r"\n?\s*(full_key|object_type|reference_type)[:=].*", "", text)
-    text = re.sub(r"\n?To append to your config use.*", "", text)
-    match = re.search(r"Value '(?P<value>[^']*)' of type 'float' could not be converted to Integer", text)
-    if match and float(match["value"]).is_integer():
-        text += f"; write {int(float(match['value']))}"
-    return ConfigError([text.strip() + hint_of(text)])
-
-
 def to_config(
     choices: DictConfig, *, overrides: Sequence[str], options: Mapping[str, str | None], machine: Machine
 ) -> Config:
@@ -190,7 +156,7 @@ def to_config(
     try:
         if faults := take_user(choices):
             raise ConfigError(faults)
-        choices, own, user = _without_objects(choices, overrides=overrides)
+        choices, own, user = without_objects(choices, overrides=overrides)
         if faults := [*take_files(choices), *take_sizes(choices), *take_measured(choices)]:
             raise ConfigError(faults)
         config = _typed(choices)
@@ -245,82 +211,6 @@ def _option_faults(config: Config, *, options: Mapping[str, str | None], machine
         yield f"weights={weights} has no effect with task={task}: use task=generate, task=serve or task=eval"
 
 
-def save(config: Config, *, path: str | os.PathLike) -> None:
-    """Writes `config.yaml`."""
-    Path(path).write_text(to_explained_yaml(config), encoding="utf-8")
-
-
-def to_yaml(config: Config) -> str:
-    """Returns the values as text for `from_yaml`."""
-    values = OmegaConf.structured(replace(config, user={}, own={}))
-    with open_dict(values):
-        for section in ("own", *config.own):
-            values.pop(section, None)
-        values.user = written_user(config.user)
-        if not values.user:
-            values.pop(USER)
-    plain: Any = OmegaConf.to_container(values)
-    return OmegaConf.to_yaml(plain | nodes_of(config))
-
-
-def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
-    """Returns `to_yaml` with a comment for each derived value, the reason; this is the text of `save`.
-
-    acting_alone: omits keys without effect in the run.
-    """
-    text = to_yaml(config)
-    if acting_alone:
-        text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
-    return explained(text, reasons=config.reasons)
-
-
-def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Returns nested values without keys of ztk that are None, and without empty sections."""
-    kept = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and any(key.startswith(f"{prefix}{name}.") for key in run_keys()):
-            if inner := _acting(value, prefix=f"{prefix}{name}."):
-                kept[name] = inner
-        elif value is not None or prefix + name not in run_keys():
-            kept[name] = value
-    return kept
-
-
-def load(path: str | os.PathLike) -> Config:
-    """Reads a file of `save`."""
-    return from_yaml(Path(path).read_text(encoding="utf-8"))
-
-
-def from_yaml(text: str) -> Config:
-    """Parses the text of `to_yaml`. Raises ConfigError for values that `user._schema_` rejects."""
-    choices = OmegaConf.create(text)
-    if faults := take_user(choices):
-        raise ConfigError(faults)
-    choices, own, user = _without_objects(choices)
-    recorded = rename_recorded(OmegaConf.to_container(choices))
-    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), recorded))
-    config.own, config.user = own, user
-    return config
-
-
-def _without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tuple[DictConfig, dict[str, Any], Any]:
-    """Splits a resolved configuration into ztk's keys, the nodes of the user's objects, and the group `user`."""
-    try:
-        OmegaConf.resolve(choices)
-        with open_dict(choices):
-            user = choices.pop(USER, OmegaConf.create({}))
-        values = OmegaConf.to_container(choices, resolve=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
-    except OmegaConfBaseException as error:
-        raise refusal(error, overrides=overrides) from None
-    if faults := nameless(values):
-        raise ConfigError(faults)
-    own = take_objects(values)
-    typed = OmegaConf.get_type(user) is not dict
-    return OmegaConf.create(values), own, OmegaConf.to_object(user) if typed else user
-
-
 def _typed(choices: DictConfig) -> Config:
     known = leaf_types()
     try:
@@ -332,7 +222,7 @@ def _typed(choices: DictConfig) -> Config:
             raise ConfigError(
                 [f"{key}: there is no such key{did_you_mean(near_keys(key, keys=known))}" for key in unknown]
             )
-        return OmegaConf.to_object(OmegaConf.merge(_types(), choices))
+        return OmegaConf.to_object(OmegaConf.merge(key_types(), choices))
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
 

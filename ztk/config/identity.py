@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ztk.config.batch import AUTO, record_of, run_record
-from ztk.config.compose import load
 from ztk.config.errors import ConfigError
 from ztk.config.keys import flatten, written
+from ztk.config.record import load
 from ztk.core.policies.config import Config
 from ztk.core.policies.experiment import changes_numbers, is_counted
 from ztk.core.policies.schedule import wsd_steps

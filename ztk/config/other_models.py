@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ztk.config.batch import checkpoint_fault, run_record
 from ztk.config.hugging_face import sizes_of
+from ztk.config.record import load
 from ztk.core.policies.config import Config
 from ztk.core.policies.model import LoraConfig, ModelConfig, ModelInit
 from ztk.core.policies.runs import HUGGING_FACE
@@ -18,8 +19,6 @@ def config_with(config: Config, *, path: str, key: str) -> Config:
     Raises:
         ValueError: another folder, or a configuration that does not describe a causal model.
     """
-    from ztk.config.compose import load  # imported here, because it checks configurations by these rules
-
     own, folder = copy.deepcopy(config), Path(path).expanduser()
     if not (folder / "config.json").is_file():  # exported models may be in their run's folder
         if (record := run_record(path)) is not None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ztk.config.batch import AUTO, run_record
-from ztk.config.compose import load
 from ztk.config.keys import path_keys, read
+from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 
 _RESUME = "checkpoint.resume="

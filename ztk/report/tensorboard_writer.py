@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from ztk.report.tracker import TrackerPolicy
-
 FOLDER = "tensorboard"
 
 
@@ -21,9 +19,9 @@ class TensorboardWriter:
 
     notice: str | None = None
 
-    def __init__(self, policy: TrackerPolicy, *, directory: str, first_step: int) -> None:
+    def __init__(self, config: Mapping[str, Any], *, directory: str, first_step: int) -> None:
         self._events = SummaryWriter(str(Path(directory, FOLDER)), purge_step=first_step + 1)
-        self._events.add_text("config", _code(policy.config), global_step=first_step)
+        self._events.add_text("config", _code(config), global_step=first_step)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """See `ztk.report.tracker.Writer`."""

@@ -91,11 +91,12 @@ def _opened(policy: TrackerPolicy, *, directory: str, first_step: int) -> Writer
     if policy.mode == "tensorboard":
         from ztk.report.tensorboard_writer import TensorboardWriter
 
-        return TensorboardWriter(policy, directory=directory, first_step=first_step)
+        return TensorboardWriter(policy.config, directory=directory, first_step=first_step)
     if policy.mode == "csv":
         from ztk.report.csv_writer import CsvWriter
 
         return CsvWriter(directory=directory, first_step=first_step)
     from ztk.report.wandb_writer import WandbWriter
 
-    return WandbWriter(policy, directory=directory)
+    labels = {"project": policy.project, "group": policy.group, "name": policy.name, "job_type": policy.job_type}
+    return WandbWriter(policy.config, directory=directory, mode=policy.mode, labels=labels)

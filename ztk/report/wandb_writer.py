@@ -6,26 +6,23 @@ from typing import Any
 
 import wandb
 
-from ztk.report.tracker import TrackerPolicy
-
 
 class WandbWriter:
     """One wandb run, below the run folder or on the server."""
 
-    def __init__(self, policy: TrackerPolicy, *, directory: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, directory: str, mode: str, labels: Mapping[str, str | None]
+    ) -> None:
+        """labels: the project, group, name and job_type of the run."""
         self.notice: str | None = None
-        mode: Any = policy.mode
         if mode == "online" and not _logged_in():
             mode = "offline"
             self.notice = "wandb: not logged in, so offline; upload later with `wandb sync`, or run `wandb login` once"
         self._run = wandb.init(
             mode=mode,
             dir=directory,
-            project=policy.project,
-            group=policy.group,
-            name=policy.name,
-            job_type=policy.job_type,
-            config=dict(policy.config),
+            config=dict(config),
+            **labels,
             # No banners and no captured output, because ztk draws the progress bar.
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -1,0 +1,132 @@
+"""Reads and writes the `config.yaml` of a run."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from ztk.config.derived import explained
+from ztk.config.errors import ConfigError
+from ztk.config.keys import no_values, run_keys
+from ztk.config.own import USER, nameless, nodes_of, take_objects, take_user, written_user
+from ztk.config.renamed import hint_of, rename_recorded
+from ztk.core.policies.config import Config
+
+
+@cache
+def key_types() -> DictConfig:
+    """Returns the types of all keys, whose making takes four times as long as their copy in a merge."""
+    return OmegaConf.structured(Config)
+
+
+@cache
+def _types_of_records() -> DictConfig:
+    """Returns `key_types` with None for every key that a record may lack."""
+    return OmegaConf.merge(key_types(), no_values())
+
+
+def save(config: Config, *, path: str | os.PathLike) -> None:
+    """Writes `config.yaml`."""
+    Path(path).write_text(to_explained_yaml(config), encoding="utf-8")
+
+
+def to_yaml(config: Config) -> str:
+    """Returns the values as text for `from_yaml`."""
+    values = OmegaConf.structured(replace(config, user={}, own={}))
+    with open_dict(values):
+        for section in ("own", *config.own):
+            values.pop(section, None)
+        values.user = written_user(config.user)
+        if not values.user:
+            values.pop(USER)
+    plain: Any = OmegaConf.to_container(values)
+    return OmegaConf.to_yaml(plain | nodes_of(config))
+
+
+def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
+    """Returns `to_yaml` with a comment for each derived value, the reason; this is the text of `save`.
+
+    acting_alone: omits keys without effect in the run.
+    """
+    text = to_yaml(config)
+    if acting_alone:
+        text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
+    return explained(text, reasons=config.reasons)
+
+
+def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Returns nested values without keys of ztk that are None, and without empty sections."""
+    kept = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and any(key.startswith(f"{prefix}{name}.") for key in run_keys()):
+            if inner := _acting(value, prefix=f"{prefix}{name}."):
+                kept[name] = inner
+        elif value is not None or prefix + name not in run_keys():
+            kept[name] = value
+    return kept
+
+
+def load(path: str | os.PathLike) -> Config:
+    """Reads a file of `save`."""
+    return from_yaml(Path(path).read_text(encoding="utf-8"))
+
+
+def from_yaml(text: str) -> Config:
+    """Parses the text of `to_yaml`. Raises ConfigError for values that `user._schema_` rejects."""
+    choices = OmegaConf.create(text)
+    if faults := take_user(choices):
+        raise ConfigError(faults)
+    choices, own, user = without_objects(choices)
+    recorded = rename_recorded(OmegaConf.to_container(choices))
+    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), recorded))
+    config.own, config.user = own, user
+    return config
+
+
+def without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tuple[DictConfig, dict[str, Any], Any]:
+    """Splits a resolved configuration into ztk's keys, the nodes of the user's objects, and the group `user`.
+
+    Raises:
+        ConfigError: a key without a value, or an object without a name.
+    """
+    try:
+        OmegaConf.resolve(choices)
+        with open_dict(choices):
+            user = choices.pop(USER, OmegaConf.create({}))
+        values = OmegaConf.to_container(choices, resolve=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
+    except OmegaConfBaseException as error:
+        raise refusal(error, overrides=overrides) from None
+    if faults := nameless(values):
+        raise ConfigError(faults)
+    own = take_objects(values)
+    typed = OmegaConf.get_type(user) is not dict
+    return OmegaConf.create(values), own, OmegaConf.to_object(user) if typed else user
+
+
+def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequence[str] = ()) -> ConfigError:
+    """Converts an error of Hydra or OmegaConf: removes the search path and the advice to add keys. overrides: contain the value at
+    fault.
+    """
+    if isinstance(error, OmegaConfBaseException):
+        reason = str(error).splitlines()[0]
+        named = next((word for word in overrides if "${" in word), error.full_key)
+        if isinstance(error, InterpolationKeyError):
+            reason += f"; add {reason.partition(chr(39))[2].partition(chr(39))[0]}=VALUE"
+        return ConfigError([f"{named}: {reason}" if named and named not in reason else reason])
+    text = "\n".join(dict.fromkeys(filter(None, [str(error), str(error.__cause__ or "")])))
+    text = re.sub(r"\nConfig search path:.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"\n?\s*(full_key|object_type|reference_type)[:=].*", "", text)
+    text = re.sub(r"\n?To append to your config use.*", "", text)
+    match = re.search(r"Value '(?P<value>[^']*)' of type 'float' could not be converted to Integer", text)
+    if match and float(match["value"]).is_integer():
+        text += f"; write {int(float(match['value']))}"
+    return ConfigError([text.strip() + hint_of(text)])
