@@ -1,19 +1,14 @@
 """The wheel without the checkout: in a fresh environment, the command `ztk` behaves like `python run.py`."""
 
 import json
-import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
 
 from tests.commands import run_command
+from tests.wheel import CHECKOUT, install_wheel, start
 
-CHECKOUT = Path(__file__).parents[2]
-PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-OFFLINE = ("--no-deps", "--no-index")
 RUN = (
     "zero=stage3",
     "offload=nvme",
@@ -30,35 +25,17 @@ def main(config):
 """
 
 
-def start(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """A process without access to the checkout, unless `environment` contains its path."""
-    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, cwd=cwd, env=plain | environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The `bin` folder of an environment with only the wheel.
-
-    Other libraries come from the tests' environment through a line in a .pth file. An editable ztk there has no effect, because .pth files
-    that a .pth file adds are not read.
-    """
-    folder = tmp_path_factory.mktemp("wheel")
-    built = start(*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", folder, CHECKOUT, cwd=folder)
-    assert built.returncode == 0, built.stderr
-    venv.create(folder / "venv", with_pip=False)
-    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    libraries = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (site_packages / "libraries.pth").write_text("\n".join(libraries) + "\n")
-    (wheel,) = folder.glob("ztk-*.whl")
-    done = start(*PIP, "--python", folder / "venv" / "bin" / "python", "install", *OFFLINE, wheel, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    """The `bin` folder of an environment with only the wheel."""
+    found = install_wheel(tmp_path_factory.mktemp("wheel"))
+    (site_packages,) = found.parent.glob("lib/python*/site-packages")
     assert {path.name for path in (site_packages / "ztk" / "experiments").glob("*.py")} == {
         path.name for path in (CHECKOUT / "experiments").glob("*.py")
     }
     assert (site_packages / "ztk" / "py.typed").is_file()  # type checkers read ztk's annotations only then
     assert not list(site_packages.rglob("results")) and not (site_packages / "experiments").exists()
-    return folder / "venv" / "bin"
+    return found
 
 
 def test_it_trains_as_the_checkout_does(installed, tmp_path):
