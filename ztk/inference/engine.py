@@ -20,11 +20,11 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
+from ztk.inference.plan import drafting_of
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values
-from ztk.inference.room import drafting_of
 from ztk.inference.stepping import Stepper
 from ztk.nn.low_rank import Adapter
 

@@ -19,11 +19,10 @@ from ztk.inference.draft import DraftModel
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.opening import Opening
-from ztk.inference.plan import StreamPlan, free_device_memory, free_memory
+from ztk.inference.plan import Room, StreamPlan, free_device_memory, free_memory, room_of, room_of_drafts
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
 from ztk.inference.ranks import Ranks
-from ztk.inference.room import Room, room_of, room_of_drafts
 from ztk.inference.schedule import Scheduler
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.slots import BlockSlots, SlabSlots

@@ -39,11 +39,10 @@ from ztk.inference.parts import (
     item_of,
     layout_digest,
     tensors_of,
-    values_of,
 )
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
-from ztk.inference.weights import Layer, WeightReader, Weights
+from ztk.inference.weights import Layer, WeightReader, Weights, values_of
 
 MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 6

@@ -3,8 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from ztk.core.policies.offload import PAGE_BYTES
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import Int4Product, Int8Product
-from ztk.inference.weights import Layer, Mlp
+from ztk.inference.weights import Layer, Mlp, Values
 from ztk.zero.offload.engine import Transfer
 from ztk.zero.offload.pool import AlignedRegion
 
 NORM, LAYERS = "norm", "layers.bin"
 _KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}
 _ALIGNMENT = 64  # bytes: of a vector of the processor, and of torch's own memory
-Values = Mapping[str, Product | Affine]  # products and norms of a layer by path, in memory order
 Built = TypeVar("Built")  # type of a layer in the model: `Layer`, or `Values` themselves
 
 
@@ -35,15 +34,6 @@ class Item:
     shape: tuple[int, ...]
     has_bias: bool
     front: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One tensor of a layer. offset: from the layer's first byte."""
-
-    path: str
-    offset: int
-    nbytes: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,11 +53,6 @@ class LayerBuffer(Generic[Built]):
 def items_of(values: Values) -> list[Item]:
     """The items of a layer."""
     return [item_of(path, value=value) for path, value in values.items()]
-
-
-def values_of(layer: Layer) -> Values:
-    """Its products and norms by path."""
-    return dict(_leaves(layer))
 
 
 def item_of(path: str, *, value: Product | Affine) -> Item:
@@ -92,34 +77,15 @@ def tensors_of(value: Product | Affine) -> dict[str, Tensor]:
     return {"weight": value.weight} if value.bias is None else {"weight": value.weight, "bias": value.bias}
 
 
-def lay_out(values: Values) -> tuple[list[Part], int]:
-    """The ranges of a layer's tensors, one after the other, and the layer's bytes, a multiple of 4096."""
+def lay_out(values: Values) -> tuple[list[tuple[str, str, int, Tensor]], int]:
+    """The tensors of a layer [*], each with its path, its name and its offset in bytes; and the layer's bytes, a multiple of 4096."""
     found, at = [], 0
-    for path, tensor in _memory(values):
-        at = _up(at, _ALIGNMENT)
-        found.append(Part(path=path, offset=at, nbytes=tensor.nbytes))
-        at += tensor.nbytes
+    for path, value in values.items():
+        for name, tensor in tensors_of(value).items():
+            at = _up(at, _ALIGNMENT)
+            found.append((path, name, at, tensor))
+            at += tensor.nbytes
     return found, _up(at, PAGE_BYTES)
-
-
-def layer_buffer(items: list[Item], *, build: Callable[[Values], Built]) -> LayerBuffer[Built]:
-    """A layer of zeros over one page-aligned region, so that a read of all its bytes is one request. build: see `LayerFile`."""
-    values = {item.path: blank(item) for item in items}
-    parts, nbytes = lay_out(values)
-    region, by_path = AlignedRegion(nbytes=nbytes, pin=False), dict(_memory(values))
-    for part in parts:
-        own, (path, _, name) = by_path[part.path], part.path.rpartition(".")
-        memory = region.bytes[part.offset : part.offset + part.nbytes].view(own.dtype).view(own.shape)
-        _adopt(values[path], name=name, memory=memory)
-    return LayerBuffer(layer=build(values), memory=region.bytes, region=region)
-
-
-def write_layer(values: Values) -> Iterator[tuple[int, Tensor]]:
-    """(offset, uint8 [bytes]) of every tensor of a layer, in the file's order."""
-    parts, _ = lay_out(values)
-    by_path = dict(_memory(values))
-    for part in parts:
-        yield part.offset, bytes_of(by_path[part.path])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +105,17 @@ class LayerFile(Generic[Built]):
         return self.folder / LAYERS
 
     def buffer(self) -> LayerBuffer[Built]:
-        """A layer of zeros in memory of its own."""
-        return layer_buffer(self.items, build=self.build)
+        """A layer of zeros over one page-aligned region of its own, so that a read of all its bytes is one request."""
+        values = {item.path: blank(item) for item in self.items}
+        tensors, nbytes = lay_out(values)
+        region = AlignedRegion(nbytes=nbytes, pin=False)
+        for path, name, offset, own in tensors:
+            memory, value = region.bytes[offset : offset + own.nbytes].view(own.dtype).view(own.shape), values[path]
+            if isinstance(value, Product):
+                value.adopt({name: memory})
+            else:
+                setattr(value, name, memory)
+        return LayerBuffer(layer=self.build(values), memory=region.bytes, region=region)
 
 
 class LayerWriter:
@@ -165,9 +140,9 @@ class LayerWriter:
                 f"offload=nvme: layer {self._number} is not built as the first one, and layers that are streamed are built alike; leave "
                 "offload out"
             )
-        for offset, memory in write_layer(values):
+        for _, _, offset, tensor in lay_out(values)[0]:
             self._file.seek(self._number * self.nbytes + offset)
-            self._file.write(memory.numpy())
+            self._file.write(bytes_of(tensor).numpy())
         self._number += 1
 
     def __enter__(self) -> "LayerWriter":
@@ -219,39 +194,6 @@ def layout_digest(item: Item) -> str:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, uint8 [bytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _leaves(layer: Layer) -> Iterator[tuple[str, Product | Affine]]:
-    for own in fields(layer):
-        value = getattr(layer, own.name)
-        if isinstance(value, Product | Affine):
-            yield own.name, value
-        for group, mlp in _mlps(own.name, value=value):
-            for part in fields(mlp):
-                product = getattr(mlp, part.name)
-                if product is not None:
-                    yield f"{group}.{part.name}", product
-
-
-def _mlps(name: str, *, value: object) -> Iterator[tuple[str, Mlp]]:
-    if isinstance(value, Mlp):
-        yield name, value
-    elif isinstance(value, list):
-        for number, mlp in enumerate(value):
-            yield f"{name}.{number}", mlp
-
-
-def _memory(values: Values) -> Iterator[tuple[str, Tensor]]:
-    for path, value in values.items():
-        for name, tensor in tensors_of(value).items():
-            yield f"{path}.{name}", tensor
-
-
-def _adopt(value: Product | Affine, *, name: str, memory: Tensor) -> None:
-    if isinstance(value, Product):
-        value.adopt({name: memory})
-    else:
-        setattr(value, name, memory)
 
 
 def _up(at: int, multiple: int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.draft import DraftModel, common_length
+from ztk.inference.plan import Room
 from ztk.inference.requests import Owner, Sequence
-from ztk.inference.room import Room
 from ztk.inference.slab_cache import SlabCache, rounded
 
 Key = tuple[Hashable, tuple[int, ...]]  # the node before the block, or the owner; its tokens
@@ -103,7 +103,7 @@ class Slots(ABC):
 
 
 class SlabSlots(Slots):
-    """Slabs of one length, laid out anew where a sequence needs longer or fewer ones: [Note: Bytes of slabs] in ztk/inference/room.py.
+    """Slabs of one length, laid out anew where a sequence needs longer or fewer ones: [Note: Bytes of slabs] in ztk/inference/plan.py.
 
     A sequence that has a slab has room for all of its tokens, so that none is preempted.
     """

@@ -70,6 +70,11 @@ Inputs = Callable[
 ]  # from a layer's number to the moments of its products' inputs, as in `Affine`
 
 
+Values = Mapping[
+    str, Product | Affine
+]  # products and norms of a layer by path (`qkv`, `experts.3.up`), in memory order
+
+
 @dataclass(kw_only=True, slots=True)
 class Weights:
     """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order: a list or `StreamedLayers`, norm, head [V, C]."""
@@ -91,16 +96,26 @@ class Weights:
         return [*(product for layer in self.held for product in products_in(layer)), self.head]
 
 
-def products_in(item: object) -> Iterator[Product]:
-    """The products of a layer or of a part of one."""
-    if isinstance(item, Product):
-        yield item
-    elif isinstance(item, list):
-        for part in item:
-            yield from products_in(part)
-    elif isinstance(item, Layer | Mlp):
-        for own in fields(item):
-            yield from products_in(getattr(item, own.name))
+def values_of(layer: Layer) -> Values:
+    """Its products and norms by path."""
+    found = {}
+    for own in fields(layer):
+        value, mlps = getattr(layer, own.name), {}
+        if isinstance(value, Product | Affine):
+            found[own.name] = value
+        elif isinstance(value, Mlp):
+            mlps = {own.name: value}
+        elif isinstance(value, list):
+            mlps = {f"{own.name}.{number}": mlp for number, mlp in enumerate(value)}
+        for group, mlp in mlps.items():
+            parts = {f"{group}.{part.name}": getattr(mlp, part.name) for part in fields(mlp)}
+            found |= {path: product for path, product in parts.items() if product is not None}
+    return found
+
+
+def products_in(layer: Layer) -> list[Product]:
+    """The products of a layer."""
+    return [value for value in values_of(layer).values() if isinstance(value, Product)]
 
 
 def collect(
