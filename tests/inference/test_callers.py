@@ -8,7 +8,7 @@ import torch
 
 from tests.inference.models import build_decoder
 from ztk.core.runtime import PeerLost
-from ztk.inference import Generator, InferencePolicy, SamplingParams, lines, stepping
+from ztk.inference import Generator, InferencePolicy, SamplingParams, stepping
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [9, 7]]
 CACHES = ["slabs", "blocks"]
@@ -102,7 +102,7 @@ def test_tokens_that_are_no_integers_are_refused(model, token):
 
 def poisoned(token: int):
     """`lines_of` that fails in steps with this token."""
-    own = lines.lines_of
+    own = stepping.lines_of
 
     def fail(tokens: list[int], **options: object) -> list:
         if token in tokens:

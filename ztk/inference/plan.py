@@ -21,7 +21,7 @@ for a cache of its own is refused before it waits. With `policy.cache_tokens` ke
 opened they must fit into the free memory, together with the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -221,7 +221,7 @@ def plan_stream(
     found = []
     for count in counts:
         rows = step_tokens or max(USUAL_STEP_TOKENS, count)
-        split = _split(sizes, room=_room(sizes, budget=budget, count=count, rows=rows))
+        split = _split(sizes, budget=budget, count=count, rows=rows)
         if split is not None:
             resident, buffers = split
             plan = StreamPlan(
@@ -248,8 +248,7 @@ def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int |
     budget: bytes. Raises ValueError as `plan_stream`.
     """
     count = sequences or 1
-    room = _room(sizes, budget=budget, count=count, rows=step_tokens or max(USUAL_STEP_TOKENS, count))
-    split = _split(sizes, room=room)
+    split = _split(sizes, budget=budget, count=count, rows=step_tokens or max(USUAL_STEP_TOKENS, count))
     if split is None:
         raise _does_not_fit(sizes, budget=budget, positions=positions, sequences=sequences, rows=step_tokens)
     return split[1] or min(BUFFERS, sizes.layers)
@@ -278,13 +277,9 @@ def free_memory() -> int:
     return int(_SHARE * free)
 
 
-def _room(sizes: Sizes, *, budget: int, count: int, rows: int) -> int:
-    """Bytes left for layers with `count` sequences and steps of `rows` rows."""
-    return budget - sizes.fixed - count * sizes.sequence - sizes.working(sequences=count, rows=rows)
-
-
-def _split(sizes: Sizes, *, room: int) -> tuple[int, int] | None:
-    """(resident layers, buffers of the ring) in `room` bytes; None if not even one buffer fits."""
+def _split(sizes: Sizes, *, budget: int, count: int, rows: int) -> tuple[int, int] | None:
+    """(resident layers, buffers of the ring) with `count` sequences and steps of `rows` rows; None if not even one buffer fits."""
+    room = budget - sizes.fixed - count * sizes.sequence - sizes.working(sequences=count, rows=rows)
     if room >= sizes.layers * sizes.layer:
         return sizes.layers, 0
     buffers = min(BUFFERS, sizes.layers - 1, room // sizes.layer)
@@ -300,7 +295,7 @@ def _longer_steps(plan: StreamPlan) -> StreamPlan:
     behind = int((plan.read_seconds - rates.pass_seconds) / rates.row_seconds)
     left = max(0, plan.budget - plan.memory_bytes) // sizes.row
     rows = min(MOST_STEP_TOKENS, max(plan.step_tokens, min(behind, plan.step_tokens + left)))
-    return StreamPlan(**{name: getattr(plan, name) for name in plan.__slots__} | {"step_tokens": rows})
+    return replace(plan, step_tokens=rows)
 
 
 def _does_not_fit(sizes: Sizes, *, budget: int, positions: int, sequences: int | None, rows: int | None) -> ValueError:
