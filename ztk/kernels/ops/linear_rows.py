@@ -134,9 +134,10 @@ def _rows_for(
     stride_s: int, top_k: int,
 ) -> tuple[Bound, Memory]:  # fmt: skip
     """The same. groups: experts; 0: one product."""
-    config = LaunchConfig.for_weight(N, itemsize=dtype.itemsize, target=target)
+    groups = groups or cdiv(M, ROWS)
+    config = LaunchConfig.for_weight(N, itemsize=dtype.itemsize, target=target, groups=groups)
     bound = bind(
-        _linear_rows, M, N, K, stride_e, stride_s, grid=(cdiv(N, config.block_n), groups or cdiv(M, ROWS)), FORMAT=kind,
+        _linear_rows, M, N, K, stride_e, stride_s, grid=(cdiv(N, config.block_n), groups), FORMAT=kind,
         ACTIVATION=activation, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
 BLOCK = 64  # positions of a block of the cache
 ROWS = 64  # query rows of a tile
+WIDEST_IN_THREE = 128  # elements of a head up to which blocks are loaded in three stages
 SEGMENT = 512  # keys that are summed before they are merged
 TILE_COLUMNS = 5  # of `tiles`: row of the tables, first position, row of the step at that position, from and to which positions count
 _BLOCK, _ROWS, _SEGMENT, _COLUMNS = (tl.constexpr(value) for value in (BLOCK, ROWS, SEGMENT, TILE_COLUMNS))
@@ -78,8 +79,12 @@ def _segment(
     b_max = tl.full([_ROWS], float("-inf"), tl.float32)
     b_sum = tl.zeros([_ROWS], tl.float32)
     b_acc = tl.zeros([_ROWS, BLOCK_D], tl.float32)
+    block = tl.load(
+        table_ptr + first
+    )  # one round ahead: as an address from the same round it would hold back the keys of later rounds
     for i_b in range(first, last):
-        o_block = tl.load(table_ptr + i_b).to(tl.int64) * stride_block + o_head
+        o_block = block.to(tl.int64) * stride_block + o_head
+        block = tl.load(table_ptr + tl.minimum(i_b + 1, last - 1))
         o_key = o_j + i_b * _BLOCK
         m_j = o_key < stop  # memory after the last key is undefined
         p_k = keys_ptr + o_block + o_j[None, :] * D + o_d[:, None]
@@ -234,7 +239,11 @@ def _kernels_for(
     sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": max(16, next_power_of_2(D))}
     # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
     options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(target)}
+    # Three: two blocks of keys and values are on their way while one is multiplied. With two the next is asked for when the last product is
+    # issued, and waited for at once. Two programs of 112 KiB fit on a processor; heads above 128 and A100's tiles have no room.
     stages = 1 if dtype.itemsize == 4 or target.architecture is Architecture.cdna else 2
+    if stages == 2 and target.architecture is not Architecture.ampere and sizes["BLOCK_D"] <= WIDEST_IN_THREE:
+        stages = 3
     attention = bind(
         _paged_attention, stride_block, stride_table, scale, window, softcap, grid=(num_tiles, K, segments), **sizes, HAS_WINDOW=window > 0,
         HAS_CAP=softcap > 0, num_stages=stages, **options,

@@ -18,6 +18,15 @@ _GROUPS = tl.constexpr(BLOCK // 2 // GROUP)  # in half a block
 _COLUMNS = 16
 
 
+# Bytes of weights that a processor must have asked for to keep its share of the memory busy: 4.8 TB/s times a microsecond over 132, and
+# 8 TB/s over 148.
+_IN_FLIGHT = {Architecture.hopper: 36 << 10, Architecture.blackwell: 54 << 10}
+_SHARED_BYTES = {
+    1: 128 << 10,
+    2: 113 << 10,
+}  # of a program, by programs of a processor; the rest is for the next kernel, which starts early
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """Outputs and inputs of a program's step, warps and pipeline stages."""
@@ -28,15 +37,30 @@ class LaunchConfig:
     num_stages: int
 
     @staticmethod
-    def for_weight(N: int, *, itemsize: int, target: Machine) -> "LaunchConfig":
-        """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
+    def for_weight(N: int, *, itemsize: int, target: Machine, groups: int = 1) -> "LaunchConfig":
+        """itemsize: bytes of an element of x; groups: of programs for all outputs, such as experts or tiles of rows. As many outputs per
+        program as leave programs for three of four processors. Programs for less than two rounds of processors load further ahead, which
+        changes no bit."""
         block_n = 128
         while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
             block_n //= 2
         if itemsize == 4:
             return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
+        block_k = 64 if block_n == 128 else 128
         stages = 2 if target.architecture is Architecture.cdna else 3
-        return LaunchConfig(block_n=block_n, block_k=64 if block_n == 128 else 128, num_warps=4, num_stages=stages)
+        stages = max(stages, _stages(block_n, block_k, programs=cdiv(N, block_n) * groups, target=target))
+        num_warps = 8 if block_n == 128 else 4  # with four, the two tiles of gate and up spill
+        return LaunchConfig(block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=stages)
+
+
+def _stages(block_n: int, block_k: int, *, programs: int, target: Machine) -> int:
+    """Pipeline stages, of 16-bit weights and 64 rows, that keep `_IN_FLIGHT` bytes of weights on their way. One stage is multiplied."""
+    resident = cdiv(programs, target.processors)
+    if target.architecture not in _IN_FLIGHT or resident not in _SHARED_BYTES:
+        return 0
+    weights, rows = 2 * block_n * block_k, 2 * 64 * block_k
+    ahead = cdiv(_IN_FLIGHT[target.architecture] * target.processors, programs * weights)
+    return min(1 + ahead, _SHARED_BYTES[resident] // (weights + rows))
 
 
 @triton.jit

@@ -71,9 +71,17 @@ DELTA = AotCase(
 )
 
 
-def paged(variant: str, *, kernel: str = "_paged_attention", **inputs: object) -> AotCase:
+def paged(
+    variant: str,
+    *,
+    kernel: str = "_paged_attention",
+    min_programs: int = 1,
+    min_shared_bytes: int = 0,
+    **inputs: object,
+) -> AotCase:
     return AotCase(
-        kernel=kernel, shape=(8, 2048, 32, 8, 128), variant=variant, inputs=inputs, vector_load_bytes=0, vector_store_bytes=0,
+        kernel=kernel, shape=(8, 2048, 32, 8, 128), variant=variant, inputs=inputs, min_programs=min_programs,
+        min_shared_bytes=min_shared_bytes, vector_load_bytes=0, vector_store_bytes=0,
         vector_reason="rows that count are chosen one by one", matrix_instructions=kernel == "_paged_attention",
     )  # fmt: skip
 
@@ -82,7 +90,7 @@ CASES = {
     "attention": (*all_cases(KERNELS[0]), DELTA, *(case for kernel in KERNELS[1:] for case in all_cases(kernel))),
     "attention_varlen": tuple(case for kernel in KERNELS for case in cases(kernel, head_dim=128, varlen=True)),
     "paged_attention": (
-        paged("decode", split=True),
+        paged("decode", min_programs=2, min_shared_bytes=112 << 10, split=True),  # three stages
         paged("prompt", rows=128),
         paged("prompt, fp8 cache", rows=128, fp8=True, scaled=True),
         paged("", kernel="_merge_segments", split=True),

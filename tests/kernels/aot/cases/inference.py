@@ -6,22 +6,28 @@ from tests.kernels.aot.case import TARGETS, AotCase
 
 
 def linear(
-    kind: str, *, kernel: str = "_linear_rows", variant: str = "", targets: tuple[str, ...] = TARGETS, **options: object
-) -> AotCase:
+    kind: str, *, kernel: str = "_linear_rows", variant: str = "", targets: tuple[str, ...] = TARGETS, N: int = 4096,
+    min_shared_bytes: int = 0, **options: object,
+) -> AotCase:  # fmt: skip
     few = kernel == "_linear_few"
     return AotCase(
-        kernel=kernel, shape=(1 if few else 64, 4096, 4096), variant=variant or kind, targets=targets, matrix_instructions=not few,
-        inputs={"kind": kind, **options}, vector_store_bytes=0, vector_reason="a row of few outputs per program is written",
+        kernel=kernel, shape=(1 if few else 64, 4096, N), variant=variant or kind, targets=targets, matrix_instructions=not few,
+        min_shared_bytes=min_shared_bytes, inputs={"kind": kind, **options}, vector_store_bytes=0,
+        vector_reason="a row of few outputs per program is written",
     )  # fmt: skip
 
 
 CASES = {
     "linear_rows": (
-        *(linear(kind) for kind in ("plain", "int8", "fp8", "int4")),
+        linear("plain", min_shared_bytes=120 << 10),  # five stages: 32 KiB of weights on their way
+        *(linear(kind) for kind in ("int8", "fp8", "int4")),
         *(linear(kind, kernel="_linear_few", exact=False, targets=("sm_80", "sm_90")) for kind in ("plain", "int4")),
     ),
     "gated_rows": (
         linear("plain", variant="gate and up"),
+        linear(
+            "plain", variant="gate and up", targets=("sm_90", "sm_100"), N=14336, min_shared_bytes=96 << 10
+        ),  # four stages
         linear("int4", variant="gate and up, int4", targets=("sm_90",)),
     ),
     "cache_rows": (
