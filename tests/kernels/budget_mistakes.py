@@ -73,8 +73,8 @@ def experts_by_pointers() -> str:
 def two_more_exponentials_per_logit(folder: Path) -> str:
     """In the loop of the sum."""
     old, new = (
-        "    b_sum = b_sum * tl.exp2(",
-        "    b_p += 1e-9 * (tl.exp2(b_x * 0.5) + tl.exp2(b_x * 0.25))\n    b_sum = b_sum * tl.exp2(",
+        "    b_sum = b_sum * b_scale",
+        "    b_p += 1e-9 * (tl.exp2(b_x * 0.5) + tl.exp2(b_x * 0.25))\n    b_sum = b_sum * b_scale",
     )
     with planted(folder, file="ops/cross_entropy.py", old=old, new=new, backend="auto") as package:
         return first_broken(package, "cross_entropy")

@@ -44,25 +44,33 @@ def _tile(first, V, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING: tl.constexpr):
-    """Each lane's running (maximum in units of log2, sum of exp2 below it, sum of logits) with a tile of logits added
+def _add_tile(b_shift, b_sum, b_total, b_x, LOG2: tl.constexpr, HAS_SMOOTHING: tl.constexpr):
+    """Each lane's running (maximum, sum of exponentials below it, sum of logits) with a tile of logits added
 
-    Maxima and sums of a lane stay inside its thread: per logit one maximum, one multiply-add, one exponential, one sum.
+    Maxima and sums of a lane stay inside its thread: per logit one maximum, one exponential, one sum, and with LOG2, the maximum in units of
+    log2, one multiply-add. Else a subtraction and a product: the largest logit's exponential is exactly 1.
     """
-    b_max = tl.minimum(tl.max(tl.max(b_x, axis=2), axis=0) * _LOG2E, _HIGHEST)
-    b_new = tl.maximum(b_shift, b_max)
-    b_p = tl.exp2(b_x * _LOG2E - b_new[None, :, None])
-    b_sum = b_sum * tl.exp2(b_shift - b_new) + tl.sum(tl.sum(b_p, axis=2), axis=0)
+    b_max = tl.max(tl.max(b_x, axis=2), axis=0)
+    if LOG2:
+        b_new = tl.maximum(b_shift, tl.minimum(b_max * _LOG2E, _HIGHEST))
+        b_p = tl.exp2(b_x * _LOG2E - b_new[None, :, None])
+        b_scale = tl.exp2(b_shift - b_new)
+    else:
+        b_new = tl.maximum(b_shift, tl.minimum(b_max, _HIGHEST))
+        b_p = tl.exp2((b_x - b_new[None, :, None]) * _LOG2E)
+        b_scale = tl.exp2((b_shift - b_new) * _LOG2E)
+    b_sum = b_sum * b_scale + tl.sum(tl.sum(b_p, axis=2), axis=0)
     if HAS_SMOOTHING:
         b_total += tl.sum(tl.sum(tl.where(b_x > float("-inf"), b_x, 0.0), axis=2), axis=0)
     return b_new, b_sum, b_total
 
 
 @triton.jit
-def log2_sum_of_row(
-    p_x, V, HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
-):
-    """(log2 of the sum of exp, sum) of the V logits at p_x; each lane keeps its own maximum and sums, joined once at the end"""
+def sum_of_row(
+    p_x, V, LOG2: tl.constexpr, HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """(maximum, sum of exp(x - maximum), sum) of the V logits at p_x, the maximum times log2(e) with LOG2; each lane keeps its own maximum
+    and sums, joined once at the end"""
     BLOCK: tl.constexpr = CHUNKS * LANES * VECTOR
     b_shift = tl.full([LANES], _LOWEST, dtype=tl.float32)
     b_sum = tl.zeros([LANES], dtype=tl.float32)
@@ -71,21 +79,28 @@ def log2_sum_of_row(
     for first in range(0, tail, BLOCK):
         o_n, _ = _tile(first, V, CHUNKS, LANES, VECTOR)
         b_x = tl.load(p_x + o_n, eviction_policy="evict_last").to(tl.float32)
-        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING)
+        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, LOG2, HAS_SMOOTHING)
     if tail < V:
         o_n, m_n = _tile(tail, V, CHUNKS, LANES, VECTOR)
         b_x = tl.load(p_x + o_n, mask=m_n, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, HAS_SMOOTHING)
+        b_shift, b_sum, b_total = _add_tile(b_shift, b_sum, b_total, b_x, LOG2, HAS_SMOOTHING)
     shift = tl.max(b_shift, axis=0)
-    return shift + tl.log2(tl.sum(b_sum * tl.exp2(b_shift - shift), axis=0)), tl.sum(b_total, axis=0)
+    b_scale = tl.exp2(b_shift - shift) if LOG2 else tl.exp2((b_shift - shift) * _LOG2E)
+    return shift, tl.sum(b_sum * b_scale, axis=0), tl.sum(b_total, axis=0)
+
+
+@triton.jit
+def _scale_of(weight, lse, row_sum, z_loss):
+    """Factor of exp2(log2(e) x - shift) in the gradient. Without lse, a float32 of up to 2 eps of error, that the softmax would amplify"""
+    return tl.div_rn(weight * (1.0 + 2.0 * z_loss * lse), row_sum)
 
 
 @jit
 def _cross_entropy_fwd(
-    logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, lse_ptr, V, ignore_index, z_loss, smoothing,
+    logits_ptr, target_ptr, weight_ptr, grad_ptr, loss_ptr, row_ptr, V, ignore_index, z_loss, smoothing,
     HAS_SMOOTHING: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """loss and lse of one row; with grad_ptr also weight * d_x, which may overwrite the logits"""
+    """loss, shift and sum of exp2(log2(e) x - shift) of one row; with grad_ptr also weight * d_x, which may overwrite the logits"""
     BLOCK: tl.constexpr = CHUNKS * LANES * VECTOR
     i_m = tl.program_id(0).to(tl.int64)
     p_x = logits_ptr + i_m * V
@@ -95,37 +110,38 @@ def _cross_entropy_fwd(
     x_target = tl.load(p_x + index).to(tl.float32)
 
     # Phase 1: the row's sum
-    lse_log2, total = log2_sum_of_row(p_x, V, HAS_SMOOTHING, CHUNKS, LANES, VECTOR)
+    shift, row_sum, total = sum_of_row(p_x, V, True, HAS_SMOOTHING, CHUNKS, LANES, VECTOR)
     tail = V // BLOCK * BLOCK  # the full tiles before it need no mask
-    lse = lse_log2 * _LN2
+    lse = (shift + tl.log2(row_sum)) * _LN2
 
     # Phase 2: the loss of the row
     loss = lse - (1.0 - smoothing) * x_target + z_loss * lse * lse
     if HAS_SMOOTHING:
         loss -= smoothing * total / V
     tl.store(loss_ptr + i_m, tl.where(is_target, loss, 0.0))
-    tl.store(lse_ptr + i_m, lse)
+    tl.store(row_ptr + 2 * i_m, shift)
+    tl.store(row_ptr + 2 * i_m + 1, row_sum)
 
     # Phase 3: the gradient, from a second read that the cache serves: last tile first, because it was read last
     if grad_ptr is not None:
         dtype: tl.constexpr = grad_ptr.dtype.element_ty
         p_grad = grad_ptr + i_m * V
         weight = tl.load(weight_ptr)
-        scale = weight * (1.0 + 2.0 * z_loss * lse)
+        scale = _scale_of(weight, lse, row_sum, z_loss)
         low = weight * smoothing / V
         if is_target:
             if tail < V:
                 o_n, m_n = _tile(tail, V, CHUNKS, LANES, VECTOR)
                 b_x = tl.load(p_x + o_n, mask=m_n, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+                b_grad = tl.exp2(b_x * _LOG2E - shift) * scale - low
                 tl.store(p_grad + o_n, cast(b_grad, dtype), mask=m_n)
             for first in range(0, tail, BLOCK):
                 o_n, _ = _tile(tail - BLOCK - first, V, CHUNKS, LANES, VECTOR)
                 b_x = tl.load(p_x + o_n, eviction_policy="evict_first").to(tl.float32)
-                b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+                b_grad = tl.exp2(b_x * _LOG2E - shift) * scale - low
                 tl.store(p_grad + o_n, cast(b_grad, dtype))
             tl.debug_barrier()  # the target's element is written again: after its tile, by whichever thread
-            grad_target = tl.exp2(x_target * _LOG2E - lse_log2) * scale - low - weight * (1.0 - smoothing)
+            grad_target = tl.exp2(x_target * _LOG2E - shift) * scale - low - weight * (1.0 - smoothing)
             tl.store(p_grad + index, cast(grad_target, dtype))
         else:
             for first in range(0, V, BLOCK):
@@ -135,10 +151,10 @@ def _cross_entropy_fwd(
 
 @jit
 def _cross_entropy_bwd(
-    logits_ptr, target_ptr, lse_ptr, d_loss_ptr, grad_ptr, V, stride_d, ignore_index, z_loss, smoothing,
+    logits_ptr, target_ptr, row_ptr, d_loss_ptr, grad_ptr, V, stride_d, ignore_index, z_loss, smoothing,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d_x of one tile of one row from its lse"""
+    """d_x of one tile of one row from its shift and sum"""
     dtype: tl.constexpr = grad_ptr.dtype.element_ty
     i_m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * BLOCK
@@ -148,18 +164,18 @@ def _cross_entropy_bwd(
     p_grad = grad_ptr + i_m * V
     target = tl.load(target_ptr + i_m)
     if target != ignore_index:
-        lse = tl.load(lse_ptr + i_m)
+        shift = tl.load(row_ptr + 2 * i_m)
+        row_sum = tl.load(row_ptr + 2 * i_m + 1)
         weight = tl.load(d_loss_ptr + i_m * stride_d)
-        scale = weight * (1.0 + 2.0 * z_loss * lse)
+        scale = _scale_of(weight, (shift + tl.log2(row_sum)) * _LN2, row_sum, z_loss)
         low = weight * smoothing / V
-        lse_log2 = lse * _LOG2E
         b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_grad = tl.exp2(b_x * _LOG2E - lse_log2) * scale - low
+        b_grad = tl.exp2(b_x * _LOG2E - shift) * scale - low
         tl.store(p_grad + o_n, cast(b_grad, dtype), mask=m_n)
         tl.debug_barrier()
         is_here = (target >= first) & (target < first + BLOCK)
         x_target = tl.load(p_x + target, mask=is_here, other=0.0).to(tl.float32)
-        grad_target = tl.exp2(x_target * _LOG2E - lse_log2) * scale - low - weight * (1.0 - smoothing)
+        grad_target = tl.exp2(x_target * _LOG2E - shift) * scale - low - weight * (1.0 - smoothing)
         tl.store(p_grad + target, cast(grad_target, dtype), mask=is_here)
     else:
         tl.store(p_grad + o_n, tl.zeros([BLOCK], dtype=dtype), mask=m_n)
@@ -180,14 +196,14 @@ def _scale_rows(x_ptr, scale_ptr, V, stride_s, BLOCK: tl.constexpr):
 @kept
 def _forward_for(
     target: Machine, M: int, V: int, dtype: torch.dtype, ignore_index: int, z_loss: float, smoothing: float
-) -> tuple[Bound, Memory]:
-    """With the memory of the loss and of lse."""
+) -> tuple[Bound, Memory, Memory]:
+    """With the memory of the loss, and of the rows' shifts and sums."""
     config = LaunchConfig.for_row(V, itemsize=dtype.itemsize, warp_size=target.warp_size, smoothing=smoothing != 0.0)
     bound = bind(
         _cross_entropy_fwd, V, ignore_index, z_loss, smoothing, grid=(M,), HAS_SMOOTHING=smoothing != 0.0, CHUNKS=config.chunks,
         LANES=config.lanes, VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return bound, memory_of(M, dtype=torch.float32)
+    return bound, memory_of(M, dtype=torch.float32), memory_of(M, 2, dtype=torch.float32)
 
 
 @kept
@@ -222,12 +238,12 @@ def _launch_fwd_into(
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     M, V = logits.shape
-    forward, per_row = _forward_for(machine(logits.device), M, V, logits.dtype, ignore_index, z_loss, smoothing)
+    forward, one, two = _forward_for(machine(logits.device), M, V, logits.dtype, ignore_index, z_loss, smoothing)
     make = maker(logits)
-    loss, lse = make(*per_row), make(*per_row)
+    loss, rows = make(*one), make(*two)
     if M:
-        forward.launch(logits, target, weight, grad, loss, lse)
-    return loss, lse
+        forward.launch(logits, target, weight, grad, loss, rows)
+    return loss, rows
 
 
 def _launch_fwd(
@@ -243,14 +259,14 @@ def _launch_fwd_in_place(
 
 
 def _launch_bwd(
-    logits: Tensor, target: Tensor, lse: Tensor, d_loss: Tensor, ignore_index: int, z_loss: float, smoothing: float
+    logits: Tensor, target: Tensor, rows: Tensor, d_loss: Tensor, ignore_index: int, z_loss: float, smoothing: float
 ) -> Tensor:
     M, V = logits.shape
     grad = torch.empty_like(logits)
     if M:
         options, has_rows = (ignore_index, z_loss, smoothing), d_loss.numel() > 1
         backward = _backward_for(machine(logits.device), M, V, logits.element_size(), has_rows, *options)
-        backward.launch(logits, target, lse, d_loss, grad)
+        backward.launch(logits, target, rows, d_loss, grad)
     return grad
 
 
@@ -266,7 +282,7 @@ _forward = register(
     triton=_launch_fwd,
     cpu=cross_entropy_cpu.fwd,
     fake=lambda logits, target, *options: tuple(
-        logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2)
+        logits.new_empty(shape, dtype=torch.float32) for shape in ((logits.shape[0],), (logits.shape[0], 2))
     ),
 )
 _forward_in_place = register(
@@ -276,10 +292,10 @@ _forward_in_place = register(
     fake=lambda logits, target, weight, *options: logits.new_empty(logits.shape[0], dtype=torch.float32),
 )
 _backward = register(
-    f"cross_entropy_backward(Tensor logits, Tensor target, Tensor lse, Tensor d_loss, {_OPTIONS}) -> Tensor",
+    f"cross_entropy_backward(Tensor logits, Tensor target, Tensor rows, Tensor d_loss, {_OPTIONS}) -> Tensor",
     triton=_launch_bwd,
     cpu=cross_entropy_cpu.bwd,
-    fake=lambda logits, target, lse, d_loss, *options: torch.empty_like(logits),
+    fake=lambda logits, target, rows, d_loss, *options: torch.empty_like(logits),
 )
 _scale = register(
     "scale_rows(Tensor(a!) x, Tensor scale) -> ()",
@@ -297,15 +313,15 @@ def _reduce(loss: Tensor, *, weight: Tensor, reduction: str) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, weight: Tensor, reduction: str, options: tuple) -> Tensor:
-        loss, lse = _forward(logits, target, *options)
-        ctx.save_for_backward(logits, target, lse, weight)
+        loss, rows = _forward(logits, target, *options)
+        ctx.save_for_backward(logits, target, rows, weight)
         ctx.options = options
         return _reduce(loss, weight=weight, reduction=reduction)
 
     @staticmethod
     def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, target, lse, weight = ctx.saved_tensors
-        grad = _backward(logits, target, lse, d_loss.reshape(-1) * weight, *ctx.options)
+        logits, target, rows, weight = ctx.saved_tensors
+        grad = _backward(logits, target, rows, d_loss.reshape(-1) * weight, *ctx.options)
         return grad, None, None, None, None
 
 
@@ -442,7 +458,7 @@ SPEC = OpSpec(
         {"z_loss": 1e-2, "label_smoothing": 0.1, "reduction": "sum", "inplace": True},
         {"z_loss": 1e-2, "label_smoothing": 0.1, "reduction": "none", "ignored": False},
     ),
-    num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
-    num_bytes_backward=lambda shape, itemsize: 0,  # in place, the forward has written the gradient already
+    num_bytes=lambda shape, itemsize: shape[0] * shape[1] * itemsize,
+    num_bytes_backward=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,  # out of place, as benchmarks run it
     num_flops=lambda shape: 8 * shape[0] * shape[1],
 )  # fmt: skip

@@ -39,8 +39,8 @@ def _launch(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _launch_backward(logits: Tensor, target: Tensor, d_logprob: Tensor) -> Tensor:
-    lse = _launch_fwd(logits, target, *_PLAIN)[1]
-    return _launch_bwd(logits, target, lse, -d_logprob, *_PLAIN)
+    rows = _launch_fwd(logits, target, *_PLAIN)[1]
+    return _launch_bwd(logits, target, rows, -d_logprob, *_PLAIN)
 
 
 def _cpu(logits: Tensor, target: Tensor) -> Tensor:

@@ -1,13 +1,17 @@
 """Mean cross entropy of logits whose columns are divided over ranks, with ignored targets and z-loss.
 
-    lse_r = log(sum(exp(x_r)))                             of the columns x_r of rank r
-    lse   = log(sum over r of exp(lse_r))
-    loss  = mean over targets that count of  lse - x[target] + z * lse^2
-    d_x_r = (softmax's columns of r * (1 + 2 * z * lse) - onehot(target)) * d_loss / number of targets
+    m_r, s_r = max(x_r), sum(exp(x_r - m_r))               of the columns x_r of rank r
+    m, s     = max over r of m_r, sum over r of s_r * exp(m_r - m)
+    lse      = m + log(s)
+    loss     = mean over targets that count of  lse - x[target] + z * lse^2
+    d_x_r    = (exp(x_r - m) * (1 + 2 * z * lse) / s - onehot(target)) * d_loss / number of targets
 
-Three kernels: each rank reads its logits once for lse_r and for the target's logit (zero where another rank has that column), which
-the ranks exchange, two numbers per row; one program joins them to the loss; backward reads the logits again and writes their gradient
+Three kernels: each rank reads its logits once for m_r, s_r and the target's logit (zero where another rank has that column), which
+the ranks exchange, three numbers per row; one program joins them to the loss; backward reads the logits again and writes their gradient
 over them. 6 bytes per 16-bit logit move in all. No host synchronisation, no sum whose order could change.
+
+The gradient takes m and s in place of lse: a float32 of 4 to 8 has an error of up to 2 eps, which exp(x - lse) makes a relative one, and
+a GPU's log2 adds up to 2 eps times log2(s). The largest logits weigh most and have the smallest x - m, so their exponential is nearly exact.
 
 Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053; z-loss: https://arxiv.org/abs/2204.02311
 """
@@ -24,16 +28,21 @@ from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
-from ztk.kernels.ops.cross_entropy import log2_sum_of_row
+from ztk.kernels.ops.cross_entropy import sum_of_row
 from ztk.kernels.shared.logit_tiles import LaunchConfig
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
-Exchange = Callable[[Tensor], Tensor]  # float32 [2, M] of this rank -> [ranks, 2, M], in rank order
+Exchange = Callable[[Tensor], Tensor]  # float32 [3, M] of this rank -> [ranks, 3, M], in rank order
 JOINED_ROWS = 1024  # that the joining program reads at once
 CPU_CHUNK = 1 << 22  # logits in float32 at one time: 16 MB
 
-_LOWEST = tl.constexpr(-1e30)  # finite: differences of maxima stay free of NaN
+LOWEST, HIGHEST = (
+    -1e30,
+    3e38,
+)  # of a maximum on a CPU, as in the kernels; finite: differences of maxima stay free of NaN
+
+_LOWEST = tl.constexpr(LOWEST)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -43,23 +52,25 @@ def _sharded_statistics(
     logits_ptr, target_ptr, statistics_ptr, M, V, first, ignore_index,
     CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """lse of one row's own columns, and the target's logit if it is one of them"""
+    """maximum and sum of one row's own columns, and the target's logit if it is one of them"""
     i_m = tl.program_id(0).to(tl.int64)
     p_x = logits_ptr + i_m * V
     target = tl.load(target_ptr + i_m)
     column = target - first
     is_here = (target != ignore_index) & (column >= 0) & (column < V)
     x_target = tl.load(p_x + column, mask=is_here, other=0.0).to(tl.float32)
-    lse_log2, _ = log2_sum_of_row(p_x, V, False, CHUNKS, LANES, VECTOR)
-    tl.store(statistics_ptr + i_m, lse_log2 * _LN2)
-    tl.store(statistics_ptr + M + i_m, x_target)
+    peak, total, _ = sum_of_row(p_x, V, False, False, CHUNKS, LANES, VECTOR)
+    tl.store(statistics_ptr + i_m, peak)
+    tl.store(statistics_ptr + M + i_m, total)
+    tl.store(statistics_ptr + 2 * M + i_m, x_target)
 
 
 @jit
 def _sharded_join(
-    statistics_ptr, target_ptr, lse_ptr, mean_ptr, M, ranks, ignore_index, z_loss, BLOCK: tl.constexpr
+    statistics_ptr, target_ptr, row_ptr, mean_ptr, M, ranks, ignore_index, z_loss, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """lse of all rows; mean_ptr: the mean loss, and 1 / number of targets. One program, so that the sum has one order"""
+    """row_ptr [2, M]: the maximum, and the factor of exp(x - maximum) in the gradient; mean_ptr: the mean loss, and 1 / number of targets.
+    One program, so that the sum has one order"""
     b_loss = tl.zeros([BLOCK], dtype=tl.float32)
     b_count = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, M, BLOCK):
@@ -69,16 +80,18 @@ def _sharded_join(
         p_rank = statistics_ptr + o_m
         for _ in range(0, ranks):
             b_max = tl.maximum(b_max, tl.load(p_rank, mask=m_m, other=_LOWEST))
-            p_rank += 2 * M
+            p_rank += 3 * M
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
         b_target = tl.zeros([BLOCK], dtype=tl.float32)
         p_rank = statistics_ptr + o_m
         for _ in range(0, ranks):
-            b_sum += tl.exp2((tl.load(p_rank, mask=m_m, other=_LOWEST) - b_max) * _LOG2E)
-            b_target += tl.load(p_rank + M, mask=m_m, other=0.0)
-            p_rank += 2 * M
+            b_scale = tl.exp2((tl.load(p_rank, mask=m_m, other=_LOWEST) - b_max) * _LOG2E)
+            b_sum += tl.load(p_rank + M, mask=m_m, other=1.0) * b_scale
+            b_target += tl.load(p_rank + 2 * M, mask=m_m, other=0.0)
+            p_rank += 3 * M
         b_lse = b_max + tl.log2(b_sum) * _LN2
-        tl.store(lse_ptr + o_m, b_lse, mask=m_m)
+        tl.store(row_ptr + o_m, b_max, mask=m_m)
+        tl.store(row_ptr + M + o_m, tl.div_rn(1.0 + 2.0 * z_loss * b_lse, b_sum), mask=m_m)
         b_counts = m_m & (tl.load(target_ptr + o_m, mask=m_m, other=ignore_index) != ignore_index)
         b_loss += tl.where(b_counts, b_lse - b_target + z_loss * b_lse * b_lse, 0.0)
         b_count += tl.where(b_counts, 1.0, 0.0)
@@ -89,7 +102,7 @@ def _sharded_join(
 
 @jit
 def _sharded_backward(
-    logits_ptr, target_ptr, lse_ptr, d_loss_ptr, mean_ptr, V, first, ignore_index, z_loss, BLOCK: tl.constexpr
+    logits_ptr, target_ptr, row_ptr, d_loss_ptr, mean_ptr, M, V, first, ignore_index, BLOCK: tl.constexpr
 ):  # fmt: skip
     """d_x over x, of one tile of one row"""
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
@@ -103,11 +116,11 @@ def _sharded_backward(
         column = target - first
         is_here = (column >= 0) & (column < V)
         column = tl.where(is_here & (column >= start) & (column < start + BLOCK), column - start, -1).to(tl.int32)
-        lse = tl.load(lse_ptr + i_m)
+        peak = tl.load(row_ptr + i_m)
         weight = tl.load(d_loss_ptr) * tl.load(mean_ptr + 1)
-        scale = weight * (1.0 + 2.0 * z_loss * lse)
+        scale = weight * tl.load(row_ptr + M + i_m)
         b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_grad = tl.exp2((b_x - lse) * _LOG2E) * scale - tl.where(o_n == column, weight, 0.0)
+        b_grad = tl.exp2((b_x - peak) * _LOG2E) * scale - tl.where(o_n == column, weight, 0.0)
         tl.store(p_x + o_n, cast(b_grad, dtype), mask=m_n)
     else:
         tl.store(p_x + o_n, tl.zeros([BLOCK], dtype=dtype), mask=m_n)
@@ -123,13 +136,13 @@ def _statistics_for(
         _sharded_statistics, M, V, first, ignore_index, grid=(M,), CHUNKS=config.chunks, LANES=config.lanes,
         VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return bound, memory_of(2, M, dtype=torch.float32)
+    return bound, memory_of(3, M, dtype=torch.float32)
 
 
 def _launch_statistics(logits: Tensor, target: Tensor, first: int, ignore_index: int) -> Tensor:
     M, V = logits.shape
-    bound, two_rows = _statistics_for(machine(logits.device), M, V, logits.element_size(), first, ignore_index)
-    statistics = maker(logits)(*two_rows)
+    bound, three_rows = _statistics_for(machine(logits.device), M, V, logits.element_size(), first, ignore_index)
+    statistics = maker(logits)(*three_rows)
     if M:
         bound.launch(logits, target, statistics)
     return statistics
@@ -137,28 +150,26 @@ def _launch_statistics(logits: Tensor, target: Tensor, first: int, ignore_index:
 
 @kept
 def _join_for(M: int, ranks: int, ignore_index: int, z_loss: float) -> tuple[Bound, Memory, Memory]:
-    """With the memory of lse, and of the mean and the weight of a row."""
+    """With the memory of the rows' numbers, and of the mean and the weight of a row."""
     bound = bind(
         _sharded_join, M, ranks, ignore_index, z_loss, grid=(1,), BLOCK=JOINED_ROWS, num_warps=8, enable_fp_fusion=True
     )
-    return bound, memory_of(M, dtype=torch.float32), memory_of(2, dtype=torch.float32)
+    return bound, memory_of(2, M, dtype=torch.float32), memory_of(2, dtype=torch.float32)
 
 
 def _launch_join(statistics: Tensor, target: Tensor, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    bound, per_row, two = _join_for(target.shape[0], statistics.shape[0], ignore_index, z_loss)
+    bound, two_rows, two = _join_for(target.shape[0], statistics.shape[0], ignore_index, z_loss)
     make = maker(target)
-    lse, mean = make(*per_row), make(*two)
-    bound.launch(statistics, target, lse, mean)
-    return lse, mean
+    rows, mean = make(*two_rows), make(*two)
+    bound.launch(statistics, target, rows, mean)
+    return rows, mean
 
 
 @kept
-def _backward_for(
-    target: Machine, M: int, V: int, itemsize: int, first: int, ignore_index: int, z_loss: float
-) -> Bound:
+def _backward_for(target: Machine, M: int, V: int, itemsize: int, first: int, ignore_index: int) -> Bound:
     config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size)
     return bind(
-        _sharded_backward, V, first, ignore_index, z_loss, grid=(M, cdiv(V, config.block)), BLOCK=config.block,
+        _sharded_backward, M, V, first, ignore_index, grid=(M, cdiv(V, config.block)), BLOCK=config.block,
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -166,18 +177,16 @@ def _backward_for(
 def _launch_backward(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    rows: Tensor,
     d_loss: Tensor,
     mean: Tensor,
     first: int,
     ignore_index: int,
-    z_loss: float,
 ) -> None:
     M, V = logits.shape
     if M and V:
-        options = (first, ignore_index, z_loss)
-        bound = _backward_for(machine(logits.device), M, V, logits.element_size(), *options)
-        bound.launch(logits, target, lse, d_loss, mean)
+        bound = _backward_for(machine(logits.device), M, V, logits.element_size(), first, ignore_index)
+        bound.launch(logits, target, rows, d_loss, mean)
 
 
 def _columns(target: Tensor, *, first: int, columns: int, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -189,45 +198,49 @@ def _columns(target: Tensor, *, first: int, columns: int, ignore_index: int) -> 
 
 def _cpu_statistics(logits: Tensor, target: Tensor, first: int, ignore_index: int) -> Tensor:
     M, V = logits.shape
-    statistics = torch.empty((2, M), dtype=torch.float32, device=logits.device)
+    statistics = torch.zeros((3, M), dtype=torch.float32, device=logits.device)
+    if not V:
+        statistics[0] = LOWEST
+        return statistics
     here, column = _columns(target, first=first, columns=V, ignore_index=ignore_index)
     for rows in _chunks(M, width=V):
-        statistics[0, rows] = logits[rows].float().logsumexp(dim=1)
-    picked = logits.gather(1, column.unsqueeze(1)).squeeze(1).float() if V else statistics.new_zeros(M)
-    statistics[1] = torch.where(here, picked, 0.0)
+        x = logits[rows].float()
+        peak = torch.amax(x, dim=1, out=statistics[0, rows]).clamp_(LOWEST, HIGHEST)
+        torch.sum((x - peak[:, None]).exp_(), dim=1, out=statistics[1, rows])
+    statistics[2] = torch.where(here, logits.gather(1, column.unsqueeze(1)).squeeze(1).float(), 0.0)
     return statistics
 
 
 def _cpu_join(statistics: Tensor, target: Tensor, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     counts = target != ignore_index
-    lse = statistics[:, 0].logsumexp(dim=0)
-    loss = lse - statistics[:, 1].sum(dim=0)
+    peak = statistics[:, 0].amax(dim=0)
+    summed = (statistics[:, 1] * (statistics[:, 0] - peak).exp_()).sum(dim=0)
+    lse = peak + summed.log()
+    loss = lse - statistics[:, 2].sum(dim=0)
     if z_loss:
         loss.addcmul_(lse, lse, value=z_loss)
     total = counts.sum().clamp(min=1)
-    return lse, torch.stack([torch.where(counts, loss, 0.0).sum() / total, 1 / total])
+    rows = torch.stack([peak, (1 + 2 * z_loss * lse) / summed])
+    return rows, torch.stack([torch.where(counts, loss, 0.0).sum() / total, 1 / total])
 
 
 def _cpu_backward(
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    rows: Tensor,
     d_loss: Tensor,
     mean: Tensor,
     first: int,
     ignore_index: int,
-    z_loss: float,
 ) -> None:
     counts = target != ignore_index
     here, column = _columns(target, first=first, columns=logits.shape[1], ignore_index=ignore_index)
     weight = torch.where(counts, d_loss / counts.sum().clamp(min=1), 0.0)  # [M]
-    for rows in _chunks(*logits.shape):
-        d_rows = (logits[rows].float() - lse[rows, None]).exp_()
-        if z_loss:
-            d_rows.mul_(1 + 2 * z_loss * lse[rows, None])
+    for cut in _chunks(*logits.shape):
+        d_rows = (logits[cut].float() - rows[0, cut, None]).exp_().mul_(rows[1, cut, None])
         if d_rows.shape[1]:
-            d_rows[torch.arange(len(d_rows)), column[rows]] -= here[rows].float()
-        logits[rows] = d_rows.mul_(weight[rows, None]).to(logits.dtype)
+            d_rows[torch.arange(len(d_rows)), column[cut]] -= here[cut].float()
+        logits[cut] = d_rows.mul_(weight[cut, None]).to(logits.dtype)
 
 
 def _chunks(rows: int, width: int) -> list[slice]:
@@ -239,23 +252,23 @@ _statistics = register(
     "sharded_cross_entropy(Tensor logits, Tensor target, int first, int ignore_index) -> Tensor",
     triton=_launch_statistics,
     cpu=_cpu_statistics,
-    fake=lambda logits, target, first, ignore_index: logits.new_empty((2, logits.shape[0]), dtype=torch.float32),
+    fake=lambda logits, target, first, ignore_index: logits.new_empty((3, logits.shape[0]), dtype=torch.float32),
 )
 _join = register(
     "sharded_cross_entropy_join(Tensor statistics, Tensor target, int ignore_index, float z_loss) -> (Tensor, Tensor)",
     triton=_launch_join,
     cpu=_cpu_join,
     fake=lambda statistics, target, ignore_index, z_loss: (
-        statistics.new_empty(target.shape[0]),
+        statistics.new_empty((2, target.shape[0])),
         statistics.new_empty(2),
     ),
 )
 _backward = register(
-    "sharded_cross_entropy_backward(Tensor(a!) logits, Tensor target, Tensor lse, Tensor d_loss, Tensor mean, int first, "
-    "int ignore_index, float z_loss) -> ()",
+    "sharded_cross_entropy_backward(Tensor(a!) logits, Tensor target, Tensor rows, Tensor d_loss, Tensor mean, int first, "
+    "int ignore_index) -> ()",
     triton=_launch_backward,
     cpu=_cpu_backward,
-    fake=lambda logits, target, lse, d_loss, mean, first, ignore_index, z_loss: None,
+    fake=lambda logits, target, rows, d_loss, mean, first, ignore_index: None,
 )
 
 
@@ -267,9 +280,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         ignore_index, z_loss = options
         statistics = _statistics(logits, target, first, ignore_index)
         joined = statistics[None] if exchange is None else exchange(statistics)
-        lse, mean = _join(joined, target, ignore_index, z_loss)
-        ctx.save_for_backward(target, lse, mean)
-        ctx.logits, ctx.arguments = logits.detach(), (first, ignore_index, z_loss)
+        rows, mean = _join(joined, target, ignore_index, z_loss)
+        ctx.save_for_backward(target, rows, mean)
+        ctx.logits, ctx.arguments = logits.detach(), (first, ignore_index)
         return mean[0].clone()
 
     @staticmethod
@@ -278,8 +291,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         logits, ctx.logits = ctx.logits, None
         if logits is None:
             raise RuntimeError("sharded_cross_entropy: an earlier backward has written over its logits")
-        target, lse, mean = ctx.saved_tensors
-        _backward(logits, target, lse, d_loss.reshape(1), mean, *ctx.arguments)
+        target, rows, mean = ctx.saved_tensors
+        _backward(logits, target, rows, d_loss.reshape(1), mean, *ctx.arguments)
         return logits, None, None, None, None
 
 
@@ -296,7 +309,7 @@ def sharded_cross_entropy(
 
     logits: [M, own columns], the columns from `first` on of the full logits. The backward writes their gradient into their memory: it may
     run once, and the logits must not be used otherwise. target: int64 [M], columns of the full logits; rows with `ignore_index` do not
-    count. exchange: gathers this rank's float32 [2, M] from all ranks to [ranks, 2, M]. If omitted, this rank has all columns.
+    count. exchange: gathers this rank's float32 [3, M] from all ranks to [ranks, 3, M]. If omitted, this rank has all columns.
     Raises ValueError for a target of another shape or dtype.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.dtype != torch.int64:
@@ -325,14 +338,13 @@ def sharded_cross_entropy_reference(
     """The same in plain torch, float32 inside. Values from other ranks have no gradient, so the own part's slope is attached to them."""
     x = logits.to(compute_dtype(logits))
     here, column = _columns(target, first=first, columns=x.shape[1], ignore_index=ignore_index)
-    own = torch.stack([x.logsumexp(dim=1), torch.where(here, x.gather(1, column[:, None])[:, 0], 0.0)])
-    if exchange is None:
-        lse, picked = own
-    else:
-        joined = exchange(own.detach().float()).to(x.dtype)
-        lse = joined[:, 0].logsumexp(dim=0)
-        lse = lse + (own[0] - own[0].detach()) * (own[0].detach() - lse).exp()
-        picked = joined[:, 1].sum(dim=0) + own[1] - own[1].detach()
+    lse, picked = x.logsumexp(dim=1), torch.where(here, x.gather(1, column[:, None])[:, 0], 0.0)
+    if exchange is not None:
+        own, target_logit, peak = lse, picked, x.detach().amax(dim=1)
+        joined = exchange(torch.stack([peak, (x.detach() - peak[:, None]).exp().sum(dim=1), picked.detach()]).float())
+        lse = (joined[:, 0] + joined[:, 1].log()).to(x.dtype).logsumexp(dim=0)
+        lse = lse + (own - own.detach()) * (own.detach() - lse).exp()
+        picked = joined[:, 2].to(x.dtype).sum(dim=0) + target_logit - target_logit.detach()
     counts = target != ignore_index
     loss = torch.where(counts, lse - picked + z_loss * lse.square(), 0.0)
     return loss.sum() / counts.sum().clamp(min=1)

@@ -1,10 +1,13 @@
 """Cross entropy on CPU tensors; shapes, dtypes, options and results are as in `ops/cross_entropy.py`."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from ztk.kernels.shared.cpu import rows_per_piece, scaled_float32, scratch
 
+LOG2E = math.log2(math.e)
 SMALLEST_PROBABILITY = 1e-30  # far above float32's subnormals, whose logarithms are coarse
 
 
@@ -53,8 +56,11 @@ def _rows(
 
 
 def fwd(logits: Tensor, target: Tensor, ignore_index: int, z_loss: float, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Loss and lse of each row."""
-    return _rows(logits, target, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, grad=None, weight=1.0)
+    """Loss [M], and shift and sum [M, 2] of each row: log2(e) lse and 1, which `bwd` does not read."""
+    loss, lse = _rows(
+        logits, target, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, grad=None, weight=1.0
+    )
+    return loss, torch.stack((lse * LOG2E, torch.ones_like(lse)), dim=1)
 
 
 def fwd_in_place(
@@ -67,7 +73,7 @@ def fwd_in_place(
 
 
 def bwd(
-    logits: Tensor, target: Tensor, lse: Tensor, d_loss: Tensor, ignore_index: int, z_loss: float, smoothing: float
+    logits: Tensor, target: Tensor, rows: Tensor, d_loss: Tensor, ignore_index: int, z_loss: float, smoothing: float
 ) -> Tensor:
     """The gradient of the logits."""
     grad = torch.empty_like(logits)

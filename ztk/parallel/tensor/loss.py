@@ -1,6 +1,7 @@
 """Vocabulary-parallel cross entropy: every rank has some columns of the logits, and they are never gathered.
 
-Each rank exchanges two numbers per row: the log-sum-exp of its own columns, and the target's logit (zero if another rank has that column).
+Each rank exchanges three numbers per row: the maximum of its own columns, the sum of their exponentials below it, and the target's logit
+(zero if another rank has that column).
 The backward needs no communication and writes over the logits: see `ztk.kernels.sharded_cross_entropy`. The loss has the
 dtype fp32.
 """
