@@ -227,7 +227,8 @@ class AnswerStep(RowStep):
             highest = torch.maximum(highest, shared.highest())
             shared.weigh(highest[0], values=values.shared)
         scores.sub_(highest).exp_()
-        total = _in_order(scores.sum(-1, keepdim=True), first=None if shared is None else shared.total())
+        sums = scores.sum(-1, keepdim=True).double()
+        total = _in_order(sums, first=None if shared is None else shared.total()).float()
         for value, left, out in zip(views.of(values), views.products, views.parts, strict=True):
             torch.bmm(left, value, out=out)
         summed = _in_order(views.counted_parts, first=None if shared is None else shared.summed())
@@ -371,7 +372,8 @@ class _SharedBlocks:
         torch.bmm(
             self._scores.view(-1, R, BLOCK), values.flatten(0, 2), out=self._parts.view(-1, R, self._parts.shape[-1])
         )
-        total, summed = (_added(part, first=None) for part in (self._scores.sum(-1, keepdim=True), self._parts))
+        sums = self._scores.sum(-1, keepdim=True).double()
+        total, summed = (_in_order(part, first=None) for part in (sums, self._parts))
         self._weighed = self._by_answer(total), self._by_answer(summed)
 
     def total(self) -> Tensor:
@@ -380,7 +382,7 @@ class _SharedBlocks:
         return self._weighed[0]
 
     def summed(self) -> Tensor:
-        """Sums of weighted values, double precision [answers, K, G, D]."""
+        """Sums of weighted values, [answers, K, G, D]."""
         assert self._weighed is not None, "after `weigh`"
         return self._weighed[1]
 
@@ -397,14 +399,8 @@ def _cap(scores: Tensor, *, softcap: float | None) -> None:
 
 
 def _in_order(parts: Tensor, *, first: Tensor | None) -> Tensor:
-    """`first`, of blocks before, and the sum over blocks, one after the other, in double precision: [N, ...] -> fp32 [...]."""
-    return parts[0] if first is None and parts.shape[0] == 1 else _added(parts, first=first).float()
-
-
-def _added(parts: Tensor, *, first: Tensor | None) -> Tensor:
-    """As `_in_order`, in double precision."""
-    doubles = parts.double()
-    total, others = (doubles[0], doubles[1:]) if first is None else (first, doubles)
+    """`first`, of blocks before, and the sum over blocks, one after the other: [N, ...] -> [...]. May write to the first."""
+    total, others = (parts[0], parts[1:]) if first is None else (first, parts)
     for part in others:
         total += part
     return total

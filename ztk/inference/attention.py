@@ -6,7 +6,7 @@ library may sum in another order when it has another number of rows. So here
 - every product has one shape: a tile of query rows (a query's row follows from its absolute position) times `BLOCK` keys; a query without
   neighbours uses a narrower one if this processor gives both the same bits (tested by `lone_tile_of`); the number of products in a call,
   of the blocks of one sequence or of one block of many, changes none of them;
-- keys are summed in blocks of 64 from position 0 on, and the blocks' results are added in order, in double precision;
+- keys are summed in blocks of 64 from position 0 on, and the blocks' results are added in order, those of weights in double precision;
 - the maximum that is subtracted before exp is over all keys of the query: exact in any order.
 Missing and invisible keys are masked and add exactly nothing; missing rows are copies, and are not read. The linear
 layers ensure the same by oneDNN or by one row at a time, see `ztk.inference.products`; `ztk.inference.probe` checks this when a model
@@ -14,8 +14,8 @@ is loaded.
 """
 
 import functools
+import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -82,7 +82,8 @@ def _lone_tile(group: int, head_dim: int, has_lone: bool, threads: int) -> int:
 @functools.cache
 @torch.inference_mode()
 def rows_agree(group: int, *, head_dim: int, threads: int) -> bool:
-    """Whether a product of many tiles with a block of keys or values gives every row the bits that it has in a product of its own tile.
+    """Whether a product of many tiles with a block of keys or values gives every row the bits that it has in a product of its own tile, also
+    where the product is added to its result's memory.
 
     threads: torch's, by which a library may divide a product.
     """
@@ -94,6 +95,9 @@ def rows_agree(group: int, *, head_dim: int, threads: int) -> bool:
             other = other.mT if columns == head_dim else other
             expected = torch.cat([torch.bmm(part.contiguous(), other) for part in x.split(rows, dim=1)], dim=1)
             if not torch.equal(torch.bmm(x, other), expected):
+                return False
+            before = torch.randn(expected.shape, generator=generator)
+            if not torch.equal(torch.baddbmm(before, x, other), before + expected):
                 return False
     return True
 
@@ -115,13 +119,13 @@ def _trials(group: int, *, tile: int, head_dim: int) -> Iterator[tuple[Tensor, T
 class Tiles:
     """Q tiles of `tile` consecutive positions, the first of which is a multiple of `tile`.
 
-    rows: int64 [Q, tile], the step's row at each place, or any row if there is none; or int64 [Q], or a slice of Q consecutive rows, each
-    at all places of its own tile. slots, blocks: per tile, the cache's slot and the number of blocks of keys that it reads. firsts: int64
-    [Q], absolute position of the first place. lines: int64 [Q], the only place that counts, or None if all do. targets, sources: int64,
-    rows of the step, and the places in Q * tile (in Q, with lines) whose results they take. If sources is None, the targets are all Q rows,
-    in order.
+    rows: int64 [Q, tile], the step's row at each place, or any row if there is none, or a slice of as many consecutive rows. With lines
+    int64 [Q], or a slice of Q consecutive rows, each at all places of its own tile. slots, blocks: per tile, the cache's slot and the number
+    of blocks of keys that it reads. firsts: int64 [Q], absolute position of the first place. lines: int64 [Q], the only place that counts,
+    or None if all do. targets, sources: int64, rows of the step, and the places in Q * tile (in Q, with lines) whose results they take. If
+    sources is None, the targets are all of them, in order.
     side_by_side: slots are consecutive and blocks equal. any_place: with lines, every place of a tile has the same bits. one_sequence: all
-    tiles are of one slot, in the order of their positions, and one product multiplies a block of keys with all tiles that read it.
+    tiles are of one slot and read as many blocks, and one product multiplies a block of keys with all of them.
     """
 
     tile: int
@@ -159,7 +163,7 @@ class Tiles:
     def queries(self, query: Tensor, *, kv_heads: int) -> Tensor:
         """The rows of query [M, H, D] at each place: [Q, K, G, tile, D]."""
         Q, (_, H, D) = len(self.slots), query.shape
-        if isinstance(self.rows, slice) or self.rows.dim() == 1:
+        if self.lines is not None:
             return query[self.rows].view(Q, kv_heads, H // kv_heads, 1, D).expand(-1, -1, -1, self.tile, -1)
         return query[self.rows].view(Q, self.tile, kv_heads, H // kv_heads, D).permute(0, 2, 3, 1, 4)
 
@@ -224,7 +228,8 @@ class _Memory:
     Queries and weights share memory, unless the weights are computed in the scores' memory, when all places count. For tiles side by side
     queries are [Q, 1, K, G, T, D], and N and K come first in memory: a product takes one block of one head of all sequences. Over 32
     sequences of one block, 4 heads of 64, microseconds for both products on one core / two: 209 / 139, and one call per sequence 266 / 394.
-    Tiles of one sequence have the same layout, and a product takes one block of all heads.
+    Tiles of one sequence have the same layout, and a product takes one block of all heads; results of a block are added to those of the blocks
+    before, so there is one.
     """
 
     def __init__(self, tiles: Tiles, *, sizes: tuple[int, int, int], scratch: Scratch) -> None:
@@ -243,11 +248,12 @@ class _Memory:
             self.queries = self.queries[:, :1]
         self.scores = self._take("scores", columns=BLOCK, scratch=scratch)
         self.weights = self._take("queries", columns=BLOCK, scratch=scratch) if is_copied else self.scores
-        self.parts = self._take("parts", columns=D, scratch=scratch)
+        self.parts = self._take("parts", columns=D, scratch=scratch, only_first=tiles.one_sequence)
         self._products: dict[int, tuple] = {}
 
-    def _take(self, name: str, *, columns: int, scratch: Scratch) -> Tensor:
+    def _take(self, name: str, *, columns: int, scratch: Scratch, only_first: bool = False) -> Tensor:
         Q, N, K, *rows = self._sizes
+        N = 1 if only_first else N
         if self._blocks_first:
             return scratch.take(name, shape=(N, K, Q, *rows, columns)).permute(2, 0, 1, 3, 4, 5)
         return scratch.take(name, shape=(Q, N, K, *rows, columns))
@@ -257,7 +263,7 @@ class _Memory:
         found = self._products.get(id(keys))
         if found is None:
             cut = self._by_block if self._tiles.one_sequence else self._by_head if self._blocks_first else self._by_tile
-            first = [(left, right.mT, out) for left, right, out in cut(self.queries, keys, self.scores)]
+            first = list(cut(self.queries, keys.mT, self.scores))
             second = list(cut(self.weights, values, self.parts))
             # With the keys themselves, so that no other tensor has their id.
             found = self._products[id(keys)] = (first, second, keys)
@@ -279,21 +285,13 @@ class _Memory:
                 yield rows, slab[first : first + Q, n, k], out[:, n, k].flatten(1, 2)
 
     def _by_block(self, left: Tensor, slab: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """[K, rows of the tiles that read it, X] of each block."""
-        for n, first in enumerate(self._readers()):
-            rows = left[first:, n if left.shape[1] > 1 else 0].transpose(0, 1).flatten(1, 3)
-            yield rows, slab[self._tiles.slots[0], n], out[first:, n].transpose(0, 1).flatten(1, 3)
-
-    def _readers(self) -> list[int]:
-        """For tiles of one sequence, the first that reads each block."""
-        return [bisect_right(self._tiles.blocks, n) for n in range(self._sizes[1])]
+        """[K, rows of all tiles, X] of each block."""
+        rows, found = (itertools.cycle(x.permute(1, 2, 0, 3, 4, 5).flatten(2, 4).unbind()) for x in (left, out))
+        yield from zip(rows, slab[self._tiles.slots[0], : self._sizes[1]].unbind(), found, strict=False)
 
     def clear_unread(self) -> None:
         """Zeros the results of blocks that a tile does not read."""
-        if self._tiles.one_sequence:
-            for n, first in enumerate(self._readers()):
-                self.parts[:first, n].zero_()
-        elif min(self._tiles.blocks) < self._sizes[1] and not self._tiles.side_by_side:
+        if min(self._tiles.blocks) < self._sizes[1] and not self._tiles.side_by_side:
             self.parts.zero_()
 
 
@@ -338,13 +336,19 @@ def attend(
     if weights.data_ptr() != memory.weights.data_ptr():
         memory.weights.copy_(weights.expand_as(memory.weights))
     memory.clear_unread()
-    for left, right, out in with_values:
-        torch.bmm(left, right, out=out)
-    summed = _in_order(tiles.counted(memory.parts))  # [Q, K, G, places, D]
+    for number, (left, right, out) in enumerate(with_values):
+        if tiles.one_sequence and number:
+            out.baddbmm_(left, right)
+        else:
+            torch.bmm(left, right, out=out)
+    summed, *others = tiles.counted(memory.parts).unbind(1)  # [Q, K, G, places, D]
+    for other in others:
+        summed += other
     summed = torch.div(summed, total, out=torch.empty(summed.shape))
-    if tiles.sources is None:
-        return summed.view(-1, H, D)
-    return summed.permute(0, 3, 1, 2, 4).reshape(-1, H, D)[tiles.sources]
+    if tiles.lines is None:
+        summed = summed.permute(0, 3, 1, 2, 4).contiguous()
+    rows = summed.view(-1, H, D)
+    return rows if tiles.sources is None else rows[tiles.sources]
 
 
 def _in_order(parts: Tensor) -> Tensor:

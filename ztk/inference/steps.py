@@ -10,7 +10,8 @@ from torch import Tensor
 from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
 from ztk.inference.rows import rms_norm, rope, turns
 
-QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
+QUERIES = 2 * BLOCK  # queries whose scores over all their keys exist at one time
+_LARGE = BLOCK // 2  # places of a sequence that share products, however many keys they have
 _SCORES = 8 * BLOCK  # places times blocks of keys: short sequences are batched up to it
 
 
@@ -241,18 +242,20 @@ class _Piece:
 
 
 def _many(spans: list[Span], *, tile: int, joins: bool) -> list[Tiles]:
-    """Sequences with several rows each, up to `QUERIES` places of one at a time. Batches sequences until `_SCORES` is full.
+    """Sequences with several rows each, at most `BLOCK` places of one at a time, which read as many blocks of keys. Batches sequences until
+    `_SCORES` is full.
 
-    joins: whether the tiles of a sequence may share products with a block of keys; they do if that reduces the number of products.
+    joins: whether the tiles of a sequence may share products with a block of keys; they do if that makes fewer products, or large ones.
     """
-    size, found = max(tile, QUERIES // tile * tile), []
+    found: list[Tiles] = []
     together: list[_Piece] = []
     for span in spans:
         stop = span.start + span.length
-        for first in range(span.start // tile * tile, stop, size):
-            tiles = -(-(min(first + size, stop) - first) // tile)
+        for border in range(span.start // BLOCK * BLOCK, stop, BLOCK):
+            first = max(border, span.start // tile * tile)
+            tiles = -(-(min(border + BLOCK, stop) - first) // tile)
             piece = _Piece(span=span, first=first, tiles=tiles, stop=stop)
-            if joins and piece.tiles > piece.blocks(tile=tile):
+            if joins and piece.tiles > min(piece.blocks(tile=tile), _LARGE // tile):
                 found.append(_joined([piece], tile=tile, one_sequence=True))
                 continue
             most = max(one.blocks(tile=tile) for one in (*together, piece))
@@ -277,17 +280,18 @@ def _joined(pieces: list[_Piece], *, tile: int, one_sequence: bool = False) -> T
             targets += [row + at for at in counted]
             sources += [len(rows) * tile + at - first for at in counted]
             rows.append([row + min(max(at, span.start), piece.stop - 1) for at in places])
-    return Tiles(
-        tile=tile,
-        rows=torch.tensor(rows),
-        slots=tuple(slots),
-        blocks=tuple(blocks),
-        firsts=torch.tensor(firsts),
-        lines=None,
-        targets=torch.tensor(targets),
-        sources=torch.tensor(sources),
-        one_sequence=one_sequence,
-    )
+    shared = {
+        "tile": tile,
+        "slots": tuple(slots),
+        "blocks": tuple(blocks),
+        "firsts": torch.tensor(firsts),
+        "lines": None,
+        "one_sequence": one_sequence,
+    }
+    if len(sources) == len(rows) * tile and _are_consecutive(targets):
+        consecutive = slice(targets[0], targets[0] + len(targets))
+        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
+    return Tiles(rows=torch.tensor(rows), targets=torch.tensor(targets), sources=torch.tensor(sources), **shared)
 
 
 def _blocks(positions: int) -> int:

@@ -191,13 +191,13 @@ class _Group:
                 own = highest[:, block.first :]
                 torch.maximum(own, found, out=own)
         assert highest is not None, "a segment has a block"
-        total, summed = _Rows(), _Rows()
+        total, summed = _Rows(torch.float64), _Rows(torch.float32)
         for block, part in scores:
             block.exponentials(part.sub_(highest[:, block.first :]))
             total.add(part.sum(-1, keepdim=True), first=block.first)
             summed.add(self._product(part, v[:, block.keys]), first=block.first)
-        sums = total.rounded()
-        out = summed.rounded().div_(sums)
+        sums = total.values.float()
+        out = summed.values.div_(sums)
         return out.view(-1, out.shape[-1]), highest.add_(sums.log_()).view(-1)
 
     def add_gradients(
@@ -241,31 +241,24 @@ class _Group:
 
 
 class _Rows:
-    """Sums of all rows, [S K, R G, X], over blocks, each of which adds to the rows from its first on.
+    """Sums of all rows, [S K, R G, X], over blocks in order, each of which adds to the rows from its first on. dtype: of the sums."""
 
-    Accumulates in double precision, in order.
-    """
-
-    def __init__(self) -> None:
-        self.values: Tensor | None = None
-        self._double: Tensor | None = None
-        self._first = 0
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._values: Tensor | None = None
 
     def add(self, part: Tensor, *, first: int) -> None:
-        """Adds a block. first: the first row of `part`, never before the previous block's."""
-        if self.values is None:
-            self.values = part
-        elif self._double is None:
-            self._double, self._first = self.values[:, first:].double().add_(part), first
+        """Adds a block. first: the first row of `part`."""
+        if self._values is None:
+            self._values = part.to(self._dtype)
         else:
-            self._double[:, first - self._first :] += part
+            self._values[:, first:] += part
 
-    def rounded(self) -> Tensor:
-        """Returns the sums."""
-        assert self.values is not None
-        if self._double is not None:
-            self.values[:, self._first :] = self._double
-        return self.values
+    @property
+    def values(self) -> Tensor:
+        """The sums."""
+        assert self._values is not None
+        return self._values
 
 
 def _base(segment: Segment) -> int:
