@@ -127,6 +127,14 @@ def test_a_processor_whose_lone_products_of_attention_differ_is_refused(monkeypa
         attention._lone_tile.cache_clear()
 
 
+def test_a_processor_that_adds_products_otherwise_shares_none(monkeypatch):
+    """Planted: a product that is added to its result's memory differs from one that is added afterwards."""
+    shape, product = {"head_dim": 16, "threads": torch.get_num_threads()}, torch.baddbmm
+    assert attention.rows_agree.__wrapped__(2, **shape)
+    monkeypatch.setattr(torch, "baddbmm", lambda *operands: product(*operands).mul_(1.0001))
+    assert not attention.rows_agree.__wrapped__(2, **shape)
+
+
 @pytest.mark.parametrize("window, softcap, alibi", [(None, None, False), (20, 3.0, False), (None, None, True)])
 def test_attention_equals_its_definition(window, softcap, alibi):
     """In float64, key by key; two sequences at different positions."""

@@ -329,7 +329,7 @@ def attend(
         scores = scores + slopes.view(K, G, 1, 1) * torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
     first, hidden = tiles.hidden(window=window)
     scores[:, first:].masked_fill_(hidden, float("-inf"))
-    highest = scores.amax(dim=-1, keepdim=True) if N == 1 else scores.amax(dim=(1, 5), keepdim=True)
+    highest = (scores if N == 1 else scores.amax(dim=1, keepdim=True)).amax(dim=-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = _in_order(weights.sum(-1, keepdim=True))  # [Q, K, G, places, 1]
 
