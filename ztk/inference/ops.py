@@ -1,7 +1,5 @@
 """Norms, MLPs and experts of a block, on the CPU and by ztk's kernels. In both, a row has the same bits for any other rows."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,29 +23,7 @@ ACTIVATIONS = {  # transformers' names -> names in `ztk.kernels`
 }
 
 
-class Ops(Protocol):
-    """x and the results are [M, C], of the placement's dtype. chosen: gets the experts of every row, best first, [M, choices] a layer."""
-
-    chosen: list[Tensor] | None
-
-    def norm(self, x: Tensor, *, by: Affine) -> Tensor:
-        """The family's norm over the last dimension."""
-        ...
-
-    def add_and_norm(self, x: Tensor, *, added: Tensor, by: Affine | None) -> tuple[Tensor, Tensor]:
-        """(x + added, the norm of that sum); without `by` the sum twice."""
-        ...
-
-    def mlp(self, x: Tensor, *, weights: Mlp, residual: Tensor | None = None) -> Tensor:
-        """The MLP, plus `residual`. Where ranks share the model, this rank's part of the sum."""
-        ...
-
-    def experts(self, x: Tensor, *, layer: Layer) -> Tensor:
-        """The weighted sum of each row's chosen experts, without the shared expert."""
-        ...
-
-
-def ops_of(description: Description, *, placement: Placement) -> Ops:
+def ops_of(description: Description, *, placement: Placement) -> "CpuOps | KernelOps":
     """Raises ValueError for an activation that is not supported."""
     if description.activation not in ACTIVATIONS:
         raise ValueError(
@@ -57,7 +33,10 @@ def ops_of(description: Description, *, placement: Placement) -> Ops:
 
 
 class CpuOps:
-    """Torch's operations on fp32 rows, experts one after the other."""
+    """Torch's operations on fp32 rows, experts one after the other. x and the results are [M, C].
+
+    chosen: gets the experts of every row, best first, [M, choices] a layer.
+    """
 
     def __init__(self, description: Description) -> None:
         self._of, self._activation = description, ACTIVATIONS[description.activation]
@@ -65,15 +44,18 @@ class CpuOps:
         self.chosen: list[Tensor] | None = None
 
     def norm(self, x: Tensor, *, by: Affine) -> Tensor:
+        """The family's norm over the last dimension."""
         if self._is_layer_norm:
             return F.layer_norm(x, x.shape[-1:], by.weight, by.bias, self._of.norm_eps)
         return rms_norm(x, weight=by.weight, eps=self._of.norm_eps)
 
     def add_and_norm(self, x: Tensor, *, added: Tensor, by: Affine | None) -> tuple[Tensor, Tensor]:
+        """(x + added, the norm of that sum); without `by` the sum twice."""
         total = x + added
         return total, total if by is None else self.norm(total, by=by)
 
     def mlp(self, x: Tensor, *, weights: Mlp, residual: Tensor | None = None) -> Tensor:
+        """The MLP, plus `residual`. Where ranks share the model, this rank's part of the sum."""
         raised = weights.up(x)
         if weights.gate is None:
             return weights.down(activate_cpu(raised, activation=self._activation), residual)
@@ -81,6 +63,7 @@ class CpuOps:
         return weights.down(activate_cpu(gate, activation=self._activation).mul_(raised), residual)
 
     def experts(self, x: Tensor, *, layer: Layer) -> Tensor:
+        """The weighted sum of each row's chosen experts, without the shared expert."""
         assert layer.router is not None and isinstance(layer.experts, list), "one Mlp for each expert"
         probabilities = torch.softmax(layer.router(x), dim=-1)
         weights, chosen = probabilities.topk(self._of.experts_per_token, dim=-1)
@@ -97,7 +80,10 @@ class CpuOps:
 
 
 class KernelOps:
-    """Kernels over rows: Triton's on a GPU, otherwise their CPU implementations. exact: see `ztk.kernels.linear_rows`."""
+    """As `CpuOps`, with the placement's dtype, by kernels over rows: Triton's on a GPU, otherwise their CPU implementations.
+
+    exact: see `ztk.kernels.linear_rows`.
+    """
 
     def __init__(self, description: Description, *, exact: bool) -> None:
         self._of, self._activation, self._exact = description, ACTIVATIONS[description.activation], exact
