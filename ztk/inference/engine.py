@@ -301,7 +301,7 @@ class Generator:
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)
             self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
-            self._scheduler.forget()
+            self._scheduler.slots.forget()
 
     def compare_with(self, module: nn.Module) -> None:
         """Raises ValueError if `module`, the causal language model of transformers with these weights, computes other logits."""
@@ -380,7 +380,7 @@ class Generator:
     def forget_prefixes(self) -> None:
         """Drops all reusable prefixes: later prompts are computed from their first token."""
         with self._lock:
-            self._scheduler.forget()
+            self._scheduler.slots.forget()
 
     # Parts
 

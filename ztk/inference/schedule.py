@@ -44,19 +44,11 @@ class Scheduler:
         if tokens - len(works) >= _MEASURED:
             self._seconds_per_token = seconds / tokens
 
-    def advance(self, sequence: Sequence, *, computed: int) -> None:
-        """Records that the first `computed` tokens of `sequence` have keys and values."""
-        self.slots.advance(sequence, computed=computed)
-
     def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
         """Frees the slot. Its content can be reused by sequences that begin alike, unless the sequence ended with an error."""
         sequence.finish_reason, sequence.error = reason, error
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.slots.leave(sequence, keep=reason != "error")
-
-    def forget(self) -> None:
-        """Drops all reusable prefixes, because the weights have changed."""
-        self.slots.forget()
 
     def reset(self) -> None:
         """Removes all sequences and their memory."""

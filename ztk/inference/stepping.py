@@ -159,7 +159,7 @@ class Stepper:
         if not is_finite(lines):
             yield self._broken(sequence)
             return
-        self._scheduler.advance(
+        self._scheduler.slots.advance(
             sequence, computed=min(work.start + len(work.tokens) - work.drafts, len(sequence.tokens))
         )
         for row, line in zip(rows, lines, strict=True):
@@ -196,7 +196,7 @@ class Stepper:
             )
             if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
                 break
-            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys belong to this token
+            self._scheduler.slots.advance(sequence, computed=position + 2)  # the draft's keys belong to this token
         if sequence.finish_reason is not None:
             self._forget_if_done(sequence.request_id)
 

@@ -30,14 +30,9 @@ class Shape:
         }
         return body | (kept[0].of_prompt() if self.chat else {})
 
-    def chunk(self, choice: dict) -> dict:
+    def chunk(self, *choices: dict) -> dict:
         """Returns one event of a stream."""
-        return self._head("chat.completion.chunk" if self.chat else "text_completion") | {"choices": [choice]}
-
-    def usage_chunk(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
-        """Returns the last event, for `stream_options.include_usage`."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._head(kind) | {"choices": [], "usage": self.usage(answers, prompt_tokens=prompt_tokens)}
+        return self._head("chat.completion.chunk" if self.chat else "text_completion") | {"choices": [*choices]}
 
     def _head(self, kind: str) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -34,7 +34,7 @@ from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.messages import read_messages, read_options
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
-from ztk.serve.replies import Failed, Reader, Reply
+from ztk.serve.replies import Failed, Reader, Reply, check_tokens
 from ztk.serve.responses import ResponseReply, Stored, read_turn
 from ztk.serve.text import TextStream
 from ztk.serve.tokenizers import token_name
@@ -374,7 +374,7 @@ class Texts:
     def detokenize(self, raw: bytes) -> bytes:
         """Returns the text of `tokens`, including special ones. Raises BadRequest for others."""
         tokens = token_list(parsed(raw), name="tokens", most=_TOKENS)
-        self._check(tokens)
+        check_tokens(tokens, size=self._generator.description.vocab_size)
         stream = TextStream(self._opened.tokenizer, shows_special=True)
         text = "".join([*map(stream.push, tokens), stream.finish()])
         return json.dumps({"prompt": text}).encode()
@@ -396,7 +396,7 @@ class Texts:
             )
         prompts = [self._reader.tokens(one, has_beginning=True) for one in inputs]
         for prompt in prompts:
-            self._check(prompt)
+            check_tokens(prompt, size=self._generator.description.vocab_size)
         vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
         if kind == "base64":
             vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
@@ -411,9 +411,3 @@ class Texts:
                 "usage": {"prompt_tokens": used, "total_tokens": used},
             }
         ).encode()
-
-    def _check(self, tokens: list[int] | tuple[int, ...]) -> None:
-        size = self._generator.description.vocab_size
-        odd = next((token for token in tokens if not 0 <= token < size), None)
-        if odd is not None:
-            raise BadRequest(f"token {odd} is outside the vocabulary of {size}")

@@ -1,7 +1,7 @@
 """Converts a request to jobs of the engine, and the engine's outputs to the response. This code runs in threads."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,13 @@ class Failed(Exception):
     def __init__(self, message: str, *, is_by_request: bool = False) -> None:
         super().__init__(message)
         self.is_by_request = is_by_request
+
+
+def check_tokens(tokens: Iterable[int], *, size: int, param: str | None = None) -> None:
+    """Raises BadRequest for a token outside a vocabulary of `size`. param: the field."""
+    odd = next((token for token in tokens if not 0 <= token < size), None)
+    if odd is not None:
+        raise BadRequest(f"token {odd} is outside the vocabulary of {size}", param=param)
 
 
 class Reader:
@@ -165,14 +172,9 @@ class Reader:
     def _job(self, prompt: list[int], *, asked: Asked, number: int, outbox: Outbox) -> Job:
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
-        named = (("prompt", prompt), ("logit_bias", asked.sampling.logit_bias))
-        for param, tokens, size in (
-            *((param, tokens, self._vocabulary_size) for param, tokens in named),
-            ("allowed_token_ids", asked.sampling.allowed_token_ids, self._opened.vocabulary),
-        ):
-            odd = next((token for token in tokens if not 0 <= token < size), None)
-            if odd is not None:
-                raise BadRequest(f"token {odd} is outside the vocabulary of {size}", param=param)
+        check_tokens(prompt, size=self._vocabulary_size, param="prompt")
+        check_tokens(asked.sampling.logit_bias, size=self._vocabulary_size, param="logit_bias")
+        check_tokens(asked.sampling.allowed_token_ids, size=self._opened.vocabulary, param="allowed_token_ids")
         limit = self._limit(len(prompt), asked=asked)
         if asked.sampling.min_tokens > limit:
             raise BadRequest(
@@ -293,8 +295,8 @@ class Reply:
 
     def closing(self) -> bytes:
         """Returns the last events."""
-        usage = [self.shape.usage_chunk(self._answers, prompt_tokens=self._prompt_tokens)]
-        return self.written(usage if self.asked.with_usage else []) + b"data: [DONE]\n\n"
+        usage = self.shape.chunk() | {"usage": self.shape.usage(self._answers, prompt_tokens=self._prompt_tokens)}
+        return self.written([usage] if self.asked.with_usage else []) + b"data: [DONE]\n\n"
 
     def failing(self, message: str, *, is_by_request: bool = False) -> bytes:
         """Returns the last event of failed answers. is_by_request: whether fields of the request caused the error."""
