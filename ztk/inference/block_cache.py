@@ -129,14 +129,18 @@ class BlockCache(Cache):
 
     def step(self, spans: list[Span]) -> BlockStep:
         """The tables of the spans have blocks for all of their positions."""
-        at = [(self.tables[span.slot], span.start + row) for span in spans for row in range(span.length)]
-        places = [table[position // BLOCK] * BLOCK + position % BLOCK for table, position in at]
+        positions, places = [], []
+        for span in spans:
+            table = self.tables[span.slot]
+            for position in range(span.start, span.start + span.length):
+                positions.append(position)
+                places.append(table[position // BLOCK] * BLOCK + position % BLOCK)
         slots = [span.slot for span in spans]
         self.on_device.update(slots)
         tiles = make_tiles([(span.slot, span.start, span.length, span.row) for span in spans], group=self._group)
         return BlockStep(
             cache=self,
-            positions=sent([position for _, position in at], dtype=torch.int64, device=self.device),
+            positions=sent(positions, dtype=torch.int64, device=self.device),
             places=sent(places, dtype=torch.int64, device=self.device),
             tables=self.on_device.tensor[:, : max(len(self.tables[slot]) for slot in slots)],
             tiles=sent(tiles, dtype=torch.int32, device=self.device),
