@@ -4,12 +4,11 @@ import ipaddress
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ztk.serve.loop import Outbox
@@ -65,18 +64,13 @@ def failure(
     param: str | None = None,
     code: str | None = None,
     headers: dict[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     """Returns OpenAI's error body."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     body = {"message": message, "type": kind, "param": param, "code": code}
-    return _Json({"error": body}, status_code=status, headers=headers)
-
-
-class _Json(JSONResponse):
-    """ASCII only, because a message may contain characters of a request that UTF-8 cannot represent."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
+    # ASCII only, because a message may contain characters of a request that UTF-8 cannot represent.
+    text = json.dumps({"error": body})
+    return Response(text, status_code=status, headers=headers, media_type="application/json")
 
 
 class Guard:
