@@ -67,7 +67,8 @@ if "RANK" in os.environ:
     )
     import torch
     import torch.distributed.device_mesh as meshes
-    torch.cuda.set_device = torch.cuda.synchronize = passes
+    # torch._dynamo refuses one function with two names of torch.
+    torch.cuda.set_device, torch.cuda.synchronize = lambda *given: None, lambda *given: None
     torch.cuda.current_device = lambda: "cpu"
     made = meshes.init_device_mesh
     meshes.init_device_mesh = lambda kind, *given, **named: made("cpu", *given, **named)
