@@ -134,8 +134,9 @@ def _rows_for(
     stride_s: int, top_k: int,
 ) -> tuple[Bound, Memory]:  # fmt: skip
     """The same. groups: experts; 0: one product."""
+    # Stages of one tile of rows for any M, so that a step with more rows finds its program compiled.
+    config = LaunchConfig.for_weight(N, itemsize=dtype.itemsize, target=target, groups=groups or 1)
     groups = groups or cdiv(M, ROWS)
-    config = LaunchConfig.for_weight(N, itemsize=dtype.itemsize, target=target, groups=groups)
     bound = bind(
         _linear_rows, M, N, K, stride_e, stride_s, grid=(cdiv(N, config.block_n), groups), FORMAT=kind,
         ACTIVATION=activation, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

@@ -21,10 +21,8 @@ _COLUMNS = 16
 # Bytes of weights that a processor must have asked for to keep its share of the memory busy: 4.8 TB/s times a microsecond over 132, and
 # 8 TB/s over 148.
 _IN_FLIGHT = {Architecture.hopper: 36 << 10, Architecture.blackwell: 54 << 10}
-_SHARED_BYTES = {
-    1: 128 << 10,
-    2: 113 << 10,
-}  # of a program, by programs of a processor; the rest is for the next kernel, which starts early
+# Of a program, by programs of a processor; the rest is for the next kernel, which starts early.
+_SHARED_BYTES = {1: 128 << 10, 2: 113 << 10}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +36,7 @@ class LaunchConfig:
 
     @staticmethod
     def for_weight(N: int, *, itemsize: int, target: Machine, groups: int = 1) -> "LaunchConfig":
-        """itemsize: bytes of an element of x; groups: of programs for all outputs, such as experts or tiles of rows. As many outputs per
+        """itemsize: bytes of an element of x; groups: of programs for all outputs, such as experts. As many outputs per
         program as leave programs for three of four processors. Programs for less than two rounds of processors load further ahead, which
         changes no bit."""
         block_n = 128
@@ -54,7 +52,7 @@ class LaunchConfig:
 
 
 def _stages(block_n: int, block_k: int, *, programs: int, target: Machine) -> int:
-    """Pipeline stages, of 16-bit weights and 64 rows, that keep `_IN_FLIGHT` bytes of weights on their way. One stage is multiplied."""
+    """Pipeline stages, of 16-bit weights and 64 rows, that keep `_IN_FLIGHT` bytes of weights in flight. One stage is multiplied."""
     resident = cdiv(programs, target.processors)
     if target.architecture not in _IN_FLIGHT or resident not in _SHARED_BYTES:
         return 0
