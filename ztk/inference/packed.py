@@ -83,7 +83,7 @@ class Packed:
 
     def read_rest(self) -> tuple[Weights, Subject]:
         """Everything but the layers, and the description with its rotary tables."""
-        rest = torch.load(self.path / REST, mmap=True)
+        rest = torch.load(self.path / REST, mmap=True, weights_only=True)
         head, embedding = blank(self.head), rest.pop("embedding")
         assert isinstance(head, Product), "the head is a product"
         for name, tensor in tensors_of(head).items():
