@@ -87,7 +87,7 @@ def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size,
 
 
 def play_on_another_processor(process: Process, *, config) -> tuple[dict, str | None]:
-    """Products of the inference engine have other bits. Returns the run and what `settle_drawer` says."""
+    """Products of the inference engine have other bits. Returns the run and the text of `settle_drawer`."""
     multiply, settle, said = Product.multiply, rollout_loop.settle_drawer, []
     Product.multiply = lambda self, x: multiply(self, x) * (1 + 2**-23)
     rollout_loop.settle_drawer = lambda run: said.append(settle(run)) or said[-1]
