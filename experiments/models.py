@@ -19,7 +19,7 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
-from ztk.hf.attention import use_attention
+from ztk.hf.attention_interface import use_attention
 from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear

@@ -7,7 +7,7 @@ import torch
 from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.core.policies.runs import is_hugging_face
-from ztk.hf.attention import use_attention
+from ztk.hf.attention_interface import use_attention
 from ztk.rl.rollout import can_pack, pack_exactly
 from ztk.train.engine import Engine
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import OPTConfig, OPTForCausalLM
 
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.generation.loop import generate
 from ztk.deepspeed.start.entry import initialize
 

@@ -37,7 +37,7 @@ PLANTS = {
     "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
     "aliases": ("ztk.zero.build.check_aliases", lambda model: None),
     "gradients": (
-        "ztk.deepspeed.engine.engine.take_changes ztk.deepspeed.optimizers.sharded.take_changes",
+        "ztk.deepspeed.engine.deepspeed_engine.take_changes ztk.deepspeed.optimizers.sharded.take_changes",
         lambda engine: None,
     ),
     "zero_grad": ("ztk.deepspeed.optimizers.sharded.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),

@@ -16,7 +16,7 @@ from ztk.deepspeed.pipe import (
     ProcessTopology,
     TiedLayerSpec,
 )
-from ztk.deepspeed.pipe.engine import PipelineError
+from ztk.deepspeed.pipe.pipeline_engine import PipelineError
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH, MICRO = 30, 16, 6, 8, 1
 

@@ -11,7 +11,7 @@ from experiments.packing import can_pack_all
 from tests.hf.test_causal import Strategy
 from tests.parallel.topology.families import VOCABULARY, make
 from ztk.core.runtime import Process, Topology
-from ztk.hf import attention
+from ztk.hf import attention_interface
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.documents import TESTED, documents_fault, known_documents
 from ztk.hf.kernels import inject_kernels
@@ -50,7 +50,7 @@ def test_every_tested_family_is_tested():
 def test_logits_equal_separate_documents(kind, by_kernel):
     plain, model = make(FAMILIES[kind]).eval(), make(FAMILIES[kind]).eval()
     if by_kernel:
-        attention.use_attention(model)
+        attention_interface.use_attention(model)
     tokens, documents = packed()
     with torch.no_grad():
         found = CausalForward(model)(tokens, None, documents).flatten(0, 1).split(SIZES)
@@ -70,7 +70,7 @@ def test_packed_texts_have_the_losses_of_padded_rows(family, kind):
         model = make(family).eval()
         model.set_attn_implementation("eager" if kind == "eager" else "sdpa")
         if kind == "ztk":
-            attention.use_attention(model)
+            attention_interface.use_attention(model)
         forward = CausalForward(model)
         layout = lay_out(tokens, lengths=lengths, packs=packs, device=torch.device("cpu"), module=model)
         assert layout.tokens.numel() == (int(lengths.sum()) if packs else tokens.numel())
@@ -130,7 +130,7 @@ def test_with_kernels(family, changes):
         model = make(family, **changes)
         if kernels:
             inject_kernels(model)
-        with mock.patch.object(attention, "attention_varlen", wraps=attention_varlen) as op:
+        with mock.patch.object(attention_interface, "attention_varlen", wraps=attention_varlen) as op:
             loss = CausalForward(model)(tokens, tokens.roll(-1, 1), documents)
         assert op.call_count == (2 if kernels else 0)  # one per layer
         loss.backward()
@@ -144,10 +144,10 @@ def test_documents_are_kept_apart_where_the_kernel_cannot_compute(changes, monke
     """With dropout, for example. No mask comes from transformers then."""
     tokens, documents = packed()
     model = make("Mistral", **changes).eval()
-    attention.use_attention(model)
+    attention_interface.use_attention(model)
     with torch.no_grad():
         expected = CausalForward(model)(tokens, None, documents)
-        monkeypatch.setattr(attention, "_is_packed", lambda *given, **named: False)
+        monkeypatch.setattr(attention_interface, "_is_packed", lambda *given, **named: False)
         torch.testing.assert_close(CausalForward(model)(tokens, None, documents), expected, rtol=0, atol=ABSOLUTE)
 
 

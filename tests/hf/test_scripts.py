@@ -121,4 +121,4 @@ def test_accelerate_launch(model_folder, tmp_path):
     out = run(*words, cwd=tmp_path, path=[SHIM, ROOT])
     losses = [float(line.split()[1]) for line in out.splitlines() if line.startswith("LOSS")]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
-    assert "RANKS 2 ztk.deepspeed.engine.engine 3" in out
+    assert "RANKS 2 ztk.deepspeed.engine.deepspeed_engine 3" in out

@@ -10,8 +10,8 @@ import torch
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap, memory, probe
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.opening import ReadParameters
 from ztk.inference.sample import DrawSteps, _cut, penalised, select

@@ -8,7 +8,7 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, SamplingParams, attention, engine, products, rows, slab_cache, steps
+from ztk.inference import Generator, SamplingParams, cache_attention, generator, products, rows, slab_cache, steps
 from ztk.inference.steps import Places, Span
 
 MODELS = {
@@ -52,7 +52,7 @@ def test_sums_that_follow_the_number_of_rows_are_noticed(monkeypatch):
     multiply = products.Product.multiply
     doubled = lambda self, x: multiply(self, x * 3) / 3 if len(x) > 8 else multiply(self, x)  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "check_model", lambda model: frozenset())
+        patch.setattr(generator, "check_model", lambda model: frozenset())
         patch.setattr(products.Product, "multiply", doubled)
         assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
     monkeypatch.setattr(products.Product, "multiply", doubled)
@@ -82,12 +82,12 @@ def test_a_processor_whose_narrow_products_differ_attends_in_full_tiles(monkeypa
         return found.mul_(1.0001) if left.shape[1] < 8 else found
 
     monkeypatch.setattr(torch, "bmm", planted)
-    attention._lone_tile.cache_clear()
+    cache_attention._lone_tile.cache_clear()
     try:
-        assert attention.lone_tile_of(1, head_dim=16, kv_heads=2) == attention.tile_of(1)
+        assert cache_attention.lone_tile_of(1, head_dim=16, kv_heads=2) == cache_attention.tile_of(1)
         assert alone(model) == expected
     finally:
-        attention._lone_tile.cache_clear()
+        cache_attention._lone_tile.cache_clear()
 
 
 @pytest.mark.parametrize("heads", [3, 5, 6, 7])
@@ -100,12 +100,12 @@ def test_one_key_head_gives_a_lone_sequence_the_bits_of_many(heads, monkeypatch)
         return found.mul_(1.0001) if left.shape[0] == 1 and left.shape[1] % 4 else found
 
     monkeypatch.setattr(torch, "bmm", planted)
-    attention._lone_tile.cache_clear()
+    cache_attention._lone_tile.cache_clear()
     try:
         model = build_decoder(dim=8 * heads, heads=heads, kv_heads=1)
         assert run_schedule(model, seed=0)[0] == alone(model)
     finally:
-        attention._lone_tile.cache_clear()
+        cache_attention._lone_tile.cache_clear()
 
 
 def test_a_processor_whose_lone_products_of_attention_differ_is_refused(monkeypatch):
@@ -117,22 +117,22 @@ def test_a_processor_whose_lone_products_of_attention_differ_is_refused(monkeypa
         return found.mul_(1.0001) if left.shape[0] == 1 else found
 
     monkeypatch.setattr(torch, "bmm", planted)
-    attention._lone_tile.cache_clear()
+    cache_attention._lone_tile.cache_clear()
     try:
         with pytest.raises(ValueError, match="4 query and 1 key heads of 8 differ with 1 in a call"):
             Generator(build_decoder(kv_heads=1))
         model = build_decoder()
         assert run_schedule(model, seed=0)[0] == alone(model)
     finally:
-        attention._lone_tile.cache_clear()
+        cache_attention._lone_tile.cache_clear()
 
 
 def test_a_processor_that_adds_products_otherwise_shares_none(monkeypatch):
     """Planted: a product that is added to its result's memory differs from one that is added afterwards."""
     shape, product = {"head_dim": 16, "threads": torch.get_num_threads()}, torch.baddbmm
-    assert attention.rows_agree.__wrapped__(2, **shape)
+    assert cache_attention.rows_agree.__wrapped__(2, **shape)
     monkeypatch.setattr(torch, "baddbmm", lambda *operands: product(*operands).mul_(1.0001))
-    assert not attention.rows_agree.__wrapped__(2, **shape)
+    assert not cache_attention.rows_agree.__wrapped__(2, **shape)
 
 
 @pytest.mark.parametrize("window, softcap, alibi", [(None, None, False), (20, 3.0, False), (None, None, True)])
@@ -140,7 +140,7 @@ def test_attention_equals_its_definition(window, softcap, alibi):
     """In float64, key by key; two sequences at different positions."""
     torch.manual_seed(0)
     H, K, D = 4, 2, 8
-    keys, values = torch.randn(3, 3, K, attention.BLOCK, D), torch.randn(3, 3, K, attention.BLOCK, D)
+    keys, values = torch.randn(3, 3, K, cache_attention.BLOCK, D), torch.randn(3, 3, K, cache_attention.BLOCK, D)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     spans = [
         Span(slot=2, start=101, length=9, row=0),
@@ -151,7 +151,7 @@ def test_attention_equals_its_definition(window, softcap, alibi):
     found = torch.full_like(query, float("nan"))
     for tiles in Places(spans, group=H // K, kv_heads=K, head_dim=D).groups:
         options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
-        found[tiles.targets] = attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
+        found[tiles.targets] = cache_attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
     for span in spans:
         own_keys, own_values = (part[span.slot].transpose(0, 1).flatten(1, 2) for part in (keys, values))
         for t in range(span.length):
@@ -174,7 +174,7 @@ def test_attention_of_sequences_side_by_side_has_the_bits_of_each_alone(heads):
     """A slot between them is another's, and some have fewer blocks."""
     torch.manual_seed(0)
     K, D, options = 2, 16, {"scale": 0.25}
-    keys, values = torch.randn(8, 2, K, attention.BLOCK, D), torch.randn(8, 2, K, attention.BLOCK, D)
+    keys, values = torch.randn(8, 2, K, cache_attention.BLOCK, D), torch.randn(8, 2, K, cache_attention.BLOCK, D)
     spans = [Span(slot=slot, start=11 * slot, length=1, row=row) for row, slot in enumerate((1, 7, 2, 4, 5, 6))]
     query = torch.randn(len(spans), heads, D)
     step = Places(spans, group=heads // K, kv_heads=K, head_dim=D)
@@ -202,7 +202,7 @@ def test_a_step_of_one_row_has_the_bits_of_many():
     text = list(range(60))
     full = Generator(model).generate([text], sampling=sampling)[0][0].prompt_logprobs
     pieces = (
-        Generator(model, policy=engine.InferencePolicy(max_step_tokens=1))
+        Generator(model, policy=generator.InferencePolicy(max_step_tokens=1))
         .generate([text], sampling=sampling)[0][0]
         .prompt_logprobs
     )
@@ -215,7 +215,7 @@ def test_many_sequences_attend_as_one_does(lengths):
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator)
     slots = [2 * number + (number > 5) for number in range(len(lengths))]
-    keys, values = (draw(slots[-1] + 1, 4, 2, attention.BLOCK, 16) for _ in range(2))
+    keys, values = (draw(slots[-1] + 1, 4, 2, cache_attention.BLOCK, 16) for _ in range(2))
     query = draw(sum(lengths), 4, 16)
     starts = [number % 7 + (60 if number in (4, 5, 11) else 0) for number in range(len(lengths))]
     rows = [sum(lengths[:number]) for number in range(len(lengths))]
@@ -238,12 +238,12 @@ def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group
     """From the middle of a block on, over several pieces of `QUERIES` places."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator)
-    keys, values = (draw(2, 12, 2, attention.BLOCK, 16) for _ in range(2))
+    keys, values = (draw(2, 12, 2, cache_attention.BLOCK, 16) for _ in range(2))
     spans = [Span(slot=1, start=90, length=600, row=0), Span(slot=0, start=5, length=40, row=600)]
     query = draw(640, 2 * group, 16)
     options = {"keys": keys, "values": values, "scale": 0.25, "window": window}
     calls, bmm = [], torch.bmm
-    monkeypatch.setattr(attention.torch, "bmm", lambda *x, **rest: calls.append(x) or bmm(*x, **rest))
+    monkeypatch.setattr(cache_attention.torch, "bmm", lambda *x, **rest: calls.append(x) or bmm(*x, **rest))
 
     found = []
     for joins in (True, False):

@@ -9,8 +9,8 @@ import transformers
 from tests.inference.models import _GROUPED, greedy
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.capacity import BUFFERS
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.plan import BUFFERS
 from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [(7 * i + 3) % 96 for i in range(70)]]

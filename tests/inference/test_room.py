@@ -10,8 +10,8 @@ import torch
 
 from tests.inference.models import VOCABULARY, build_decoder
 from tests.inference.schedules import REQUESTS, alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams, plan, slab_cache
-from ztk.inference.plan import Room
+from ztk.inference import Generator, InferencePolicy, SamplingParams, capacity, slab_cache
+from ztk.inference.capacity import Room
 
 LENGTH = 1024
 UNIT = 256  # positions by which slabs grow
@@ -94,7 +94,7 @@ def test_random_schedules_in_little_memory_change_no_bit(model):
 def test_slabs_stay_below_the_free_memory(model, monkeypatch, slabs, draft_tokens, free):
     """All memory in use at one time, also while slabs are laid out again, with attention's scratch memory."""
     draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
-    monkeypatch.setattr(plan, "free_memory", lambda: free)
+    monkeypatch.setattr(capacity, "free_memory", lambda: free)
     policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens)
     generator = Generator(model, policy=policy, draft=draft)
     running, scratch = [], 0
@@ -113,13 +113,13 @@ def test_tokens_are_refused_without_memory_to_compute_them(model, monkeypatch, s
     """The number in the error is enough for slabs, also while they are laid out anew, attention's memory and the draft model's."""
     draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
     policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens, cache_tokens=6 * UNIT)
-    monkeypatch.setattr(plan, "free_memory", lambda: 1000)
+    monkeypatch.setattr(capacity, "free_memory", lambda: 1000)
     with pytest.raises(
         ValueError, match=r"cache_tokens=1536 need \d+ bytes with the working memory of a step.*and 1000 are free"
     ) as told:
         Generator(model, policy=policy, draft=draft)
     free = int(str(told.value).split()[2])
-    monkeypatch.setattr(plan, "free_memory", lambda: free)
+    monkeypatch.setattr(capacity, "free_memory", lambda: free)
     generator, scratch = Generator(model, policy=policy, draft=draft), 0
     for prompt, sampling in LONG:
         generator.submit(prompt, sampling=sampling)
@@ -182,7 +182,7 @@ def test_what_came_first_is_computed_first(model):
 def test_memory_for_nothing_is_refused(model, monkeypatch):
     with pytest.raises(ValueError, match="may take 16384 bytes, and the shortest sequence needs 65536"):
         Generator(model, policy=InferencePolicy(cache_tokens=64))
-    monkeypatch.setattr(plan, "free_memory", lambda: 1000)
+    monkeypatch.setattr(capacity, "free_memory", lambda: 1000)
     with pytest.raises(ValueError, match="may take 0 bytes"):
         Generator(model)
 

@@ -10,11 +10,11 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, pack
+from ztk.inference.capacity import BUFFERS, Rates, Sizes, free_memory, plan_stream
 from ztk.inference.describe import describe
 from ztk.inference.packed import LAYERS, MANIFEST
-from ztk.inference.plan import BUFFERS, Rates, Sizes, free_memory, plan_stream
 from ztk.inference.stream import StreamedLayers
-from ztk.zero.offload import DiskError, OffloadPolicy, engine
+from ztk.zero.offload import DiskError, OffloadPolicy, io_engine
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7] * 20, [9] * 70]
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.8, seed=3, prompt_logprobs=True)
@@ -129,7 +129,7 @@ def test_layers_are_read_where_they_are_computed(weights, tmp_path, monkeypatch)
     packed = packed_model(build_decoder(layers=6), folder=tmp_path / "packed", weights=weights)
     generator = with_layers(packed, resident=0, folder=tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_copy", None)
+        patch.setattr(io_engine, "_copy", None)
         assert len(generator.generate(PROMPTS, sampling=SAMPLING)) == 3
     generator.close()
 
@@ -306,7 +306,7 @@ def test_the_page_cache_of_a_control_group_is_free_memory(tmp_path, monkeypatch)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{files + (1 << 20)}\n")
     (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {files - 4096}\nactive_file 4096\n")
-    monkeypatch.setattr("ztk.inference.plan._GROUP", tmp_path)
+    monkeypatch.setattr("ztk.inference.capacity._GROUP", tmp_path)
     assert free_memory() == int(0.8 * (63 << 20))
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.kernels import set_backend
 from ztk.nn import Decoder, DecoderConfig
-from ztk.nn.attention import _blockwise, _fused, causal_attention
+from ztk.nn.self_attention import _blockwise, _fused, causal_attention
 
 
 def inputs(*, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -263,7 +263,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
         for name in ("swiglu", "geglu"):
             module = sys.modules[f"ztk.kernels.ops.{name}"]
             stack.enter_context(mock.patch.object(module, "composite", lambda x: False))
-        attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
+        attention, linear = sys.modules["ztk.nn.self_attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
         stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
         stack.enter_context(mock.patch.object(linear, "_computes_elsewhere", lambda x: True))
@@ -276,7 +276,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
 
 def _attention_of_a_gpu(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[B, T, heads, D]: ztk's op, whichever device computes it."""
-    return sys.modules["ztk.nn.attention"].attention(query, key, value)
+    return sys.modules["ztk.nn.self_attention"].attention(query, key, value)
 
 
 def host_memory(engine: Any) -> Iterator[torch.Tensor]:

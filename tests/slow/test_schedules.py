@@ -13,7 +13,7 @@ import pytest
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
 from ztk.core.policies.inference import CACHES, WEIGHTS
-from ztk.inference.attention import BLOCK
+from ztk.inference.cache_attention import BLOCK
 
 MODELS = ("native", "llama", "gemma3", "mixtral", "bloom")
 LONGEST = 3  # blocks per sequence

@@ -15,8 +15,8 @@ from ztk import kernels
 from ztk.calibrate.timing import LEAST, seconds_of_call
 from ztk.core.runtime import Process
 from ztk.kernels import rms_norm, rope, swiglu
-from ztk.nn.attention import causal_attention
 from ztk.nn.linear import linear
+from ztk.nn.self_attention import causal_attention
 from ztk.planner.tracker import StepTracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

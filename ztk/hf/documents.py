@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.hf.attention import NAME
+from ztk.hf.attention_interface import NAME
 from ztk.nn import Documents
 
 # Families tested to compute packed documents like separate ones.

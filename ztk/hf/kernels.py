@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.own_forward import replace_forward
-from ztk.hf.attention import restore_attention, use_attention
+from ztk.hf.attention_interface import restore_attention, use_attention
 from ztk.hf.rotary import by_kernel, rotation_of
 from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.hf.attention import NAME, window_of
+from ztk.hf.attention_interface import NAME, window_of
 from ztk.kernels import attention, attention_varlen
 from ztk.nn import Documents
 from ztk.parallel.sequence import Divisible

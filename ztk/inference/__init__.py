@@ -4,7 +4,7 @@ generator = ztk.Generator(model)
 [[completion]] = generator.generate([prompt], sampling=SamplingParams(max_tokens=64, temperature=0.7))
 """
 
-from ztk.inference.engine import Generator as Generator
+from ztk.inference.generator import Generator as Generator
 from ztk.inference.opening import UnreadModel as UnreadModel
 from ztk.inference.packed import Packed as Packed
 from ztk.inference.packed import open_packed as open_packed

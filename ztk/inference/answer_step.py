@@ -1,4 +1,4 @@
-"""Steps in which every answer of an `AnswerCache` gets one token, with the bits of `ztk.inference.attention`.
+"""Steps in which every answer of an `AnswerCache` gets one token, with the bits of `ztk.inference.cache_attention`.
 
 [Note: Answers in step]
 A decoding step of many short texts consists of small products and overhead. So the products of a block with all texts' queries are one
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, tile_of
+from ztk.inference.cache_attention import BLOCK, tile_of
 from ztk.inference.describe import Description
 from ztk.inference.rows import constant
 from ztk.inference.slab_cache import SlabCache

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_swap import MainMemory, SwapFile
 from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.steps import Attention, Span
 from ztk.kernels import cache_rows, copy_blocks, make_tiles, paged_attention

@@ -10,7 +10,7 @@ from torch import Tensor
 from ztk.core.policies.offload import PAGE_BYTES, OffloadPolicy
 from ztk.core.runtime.io import Direction, IoCounters
 from ztk.zero.offload.disk import DiskFile
-from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
+from ztk.zero.offload.io_engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedRegion
 from ztk.zero.offload.probe import probe_folder
 

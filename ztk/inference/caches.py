@@ -1,7 +1,7 @@
 """A cache for one sequence, of the kind that a placement has."""
 
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.placement import Placement
 from ztk.inference.slab_cache import SlabCache

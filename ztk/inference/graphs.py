@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, BlockStep
 from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.sample import Drawn, drawn_of

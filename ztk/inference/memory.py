@@ -11,15 +11,15 @@ and scales follow from the weights alone, so answers are as exact as without.
 import torch
 from torch import nn
 
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import BLOCK
+from ztk.inference.capacity import Room, StreamPlan, free_device_memory, free_memory, room_of, room_of_drafts
 from ztk.inference.draft import DraftModel
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.opening import Opening
-from ztk.inference.plan import Room, StreamPlan, free_device_memory, free_memory, room_of, room_of_drafts
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
 from ztk.inference.ranks import Ranks

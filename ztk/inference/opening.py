@@ -15,15 +15,7 @@ from ztk.core.policies.inference import adapter_faults, calibration_faults
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.calibration import Calibration
-from ztk.inference.cut import Cut
-from ztk.inference.describe import FAMILIES, Subject, describe
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel, is_own_family
-from ztk.inference.module_stream import StreamedModuleModel
-from ztk.inference.packed import Packed, pack
-from ztk.inference.parts import LayerFile
-from ztk.inference.placement import Placement, placement_of
-from ztk.inference.plan import (
+from ztk.inference.capacity import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
     Drafting,
@@ -35,6 +27,14 @@ from ztk.inference.plan import (
     sizes_of,
     slowest,
 )
+from ztk.inference.cut import Cut
+from ztk.inference.describe import FAMILIES, Subject, describe
+from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel, is_own_family
+from ztk.inference.module_stream import StreamedModuleModel
+from ztk.inference.packed import Packed, pack
+from ztk.inference.parts import LayerFile
+from ztk.inference.placement import Placement, placement_of
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks

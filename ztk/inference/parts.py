@@ -15,7 +15,7 @@ from ztk.core.policies.offload import PAGE_BYTES
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import Int4Product, Int8Product
 from ztk.inference.weights import Layer, Mlp, Values
-from ztk.zero.offload.engine import Transfer
+from ztk.zero.offload.io_engine import Transfer
 from ztk.zero.offload.pool import AlignedRegion
 
 NORM, LAYERS = "norm", "layers.bin"

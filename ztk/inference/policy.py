@@ -23,7 +23,7 @@ from ztk.core.policies.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferencePolicy:
-    """How sequences share the engine. Only `weights` and `cache_dtype` change a token: see [Note: Exactness] in ztk/inference/attention.py.
+    """How sequences share the engine. Only `weights` and `cache_dtype` change a token: [Note: Exactness] in ztk/inference/cache_attention.py.
 
     max_sequences: sequences that are computed in one step; others wait. Defaults to 32, or with `offload` to the plan's number.
     max_step_tokens: tokens of one step; a longer prompt is computed in several steps. Defaults to 512, or with `offload` to the plan's

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import differing_tile
 from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import differing_tile
 from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel

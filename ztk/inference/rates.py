@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from ztk.inference.capacity import Rates
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_stream import StreamedModuleModel
-from ztk.inference.plan import Rates
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
 from ztk.inference.sample import DrawSteps, draw

@@ -6,8 +6,8 @@ from mmap import mmap
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Scratch
 from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import BLOCK, Scratch
 from ztk.inference.describe import Description
 from ztk.inference.steps import Places, SlabStep, Span
 

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache_attention import BLOCK
+from ztk.inference.capacity import Room
 from ztk.inference.draft import DraftModel, common_length
-from ztk.inference.plan import Room
 from ztk.inference.requests import Owner, Sequence
 from ztk.inference.slab_cache import SlabCache, rounded
 
@@ -103,7 +103,7 @@ class Slots(ABC):
 
 
 class SlabSlots(Slots):
-    """Slabs of one length, laid out anew where a sequence needs longer or fewer ones: [Note: Bytes of slabs] in ztk/inference/plan.py.
+    """Slabs of one length, laid out anew where a sequence needs longer or fewer ones: [Note: Bytes of slabs] in ztk/inference/capacity.py.
 
     A sequence that has a slab has room for all of its tokens, so that none is preempted.
     """

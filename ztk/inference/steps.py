@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
+from ztk.inference.cache_attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
 from ztk.inference.rows import rms_norm, rope, turns
 
 QUERIES = 2 * BLOCK  # queries whose scores over all their keys exist at one time
@@ -145,7 +145,7 @@ class Places:
         slab.view(-1, D).index_copy_(0, self._lines(blocks, kv_heads=K), part.reshape(-1, D))
 
     def attend(self, query: Tensor, *, keys: Tensor, values: Tensor, scale: float, **options: Any) -> Tensor:
-        """`ztk.inference.attention.attend` for all rows: query [M, H, D] -> fp32 [M, H, D]. options: its others."""
+        """`ztk.inference.cache_attention.attend` for all rows: query [M, H, D] -> fp32 [M, H, D]. options: its others."""
         options |= {"keys": keys, "values": values, "scale": scale, "scratch": self._scratch}
         if len(self.groups) == 1 and self.groups[0].sources is None:
             return attend(query, tiles=self.groups[0], **options)

@@ -10,7 +10,7 @@ from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.runtime.io import Direction, IoCounters
 from ztk.inference.parts import Built, LayerBuffer, LayerFile
 from ztk.zero.offload.disk import DiskFile
-from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
+from ztk.zero.offload.io_engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedRegion
 from ztk.zero.offload.probe import check_disk
 

@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from ztk.nn.attention import Attention
 from ztk.nn.config import DecoderConfig
 from ztk.nn.documents import Documents
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import SparseMLP
 from ztk.nn.norm import RMSNorm
+from ztk.nn.self_attention import Attention
 
 
 class Block(nn.Module):

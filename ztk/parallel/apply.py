@@ -27,9 +27,9 @@ from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
 from ztk.parallel.moe import metrics_of_experts, scale_router_losses, shard_experts
+from ztk.parallel.parallel_plan import Plan, check_states
 from ztk.parallel.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.parallel.pipeline.stages import layered, mark_copies, share_values, split
-from ztk.parallel.plan import Plan, check_states
 from ztk.parallel.recompute import RecomputePolicy, recompute_blocks
 from ztk.parallel.sequence import cut_sequences
 from ztk.parallel.stores import fit_pool, make_stores, piece_size

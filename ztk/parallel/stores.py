@@ -7,7 +7,7 @@ from ztk.core.runtime import Tier
 from ztk.core.runtime.planned import is_planned
 from ztk.core.runtime.store import DeviceStore, Store, Stores
 from ztk.optim.states import ROW_ALIGNMENT, StateFormat
-from ztk.parallel.plan import Plan
+from ztk.parallel.parallel_plan import Plan
 from ztk.zero.buckets.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
 from ztk.zero.buckets.units import plan_units
 from ztk.zero.offload import HostStore, NvmeStore, OffloadPolicy

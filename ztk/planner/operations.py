@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ztk.core.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.core.runtime.planned import PLANNED
 from ztk.parallel.recompute import recompute_blocks
-from ztk.planner.attention import fused_attention
+from ztk.planner.attention_costs import fused_attention
 from ztk.planner.grouped import RESULTS
 from ztk.planner.trace import planned, values_are_refused
 from ztk.planner.tracker import flops_of

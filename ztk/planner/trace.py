@@ -19,7 +19,7 @@ from ztk.core.runtime.mesh import AXES
 from ztk.core.runtime.planned import PLANNED
 from ztk.parallel.apply import parallelize
 from ztk.parallel.pipeline import make_schedule
-from ztk.planner.attention import fused_attention
+from ztk.planner.attention_costs import fused_attention
 from ztk.planner.host_work import watched_host
 from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.peer import as_peer

@@ -21,7 +21,7 @@ from ztk.core.runtime import MemoryLedger, Tier
 from ztk.core.runtime.flop_formulas import flop_registry
 from ztk.core.runtime.planned import is_host_memory
 from ztk.kernels import op_names
-from ztk.planner.attention import FLOPS
+from ztk.planner.attention_costs import FLOPS
 from ztk.planner.grouped import RESULTS
 from ztk.planner.kinds import ATTENTION, ELEMENTWISE, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
 

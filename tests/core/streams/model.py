@@ -28,7 +28,7 @@ from ztk.core.runtime.planned import is_host_memory
 from ztk.core.runtime.serial import InlineCalls
 from ztk.core.runtime.streams import use_api
 from ztk.planner.tracker import is_work, tensors_in, written
-from ztk.zero.offload.engine import Transfer
+from ztk.zero.offload.io_engine import Transfer
 from ztk.zero.offload.nvme import NvmeStore
 from ztk.zero.offload.planned import PlannedIo
 from ztk.zero.offload.pool import AlignedPool, Lease

@@ -6,7 +6,7 @@ from torch import nn
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.serving import small
-from ztk.hf import attention
+from ztk.hf import attention_interface
 from ztk.hf.kernels import inject_kernels
 
 # fp32: sums of up to 48 terms in another order, through two layers, of values below 4: a few dozen roundings of 2^-23.
@@ -51,9 +51,9 @@ def test_in_16_bits(dtype):
 
 def test_the_attention_kernel_reads_prompts_and_nothing_else(monkeypatch):
     calls = []
-    original = attention.attention
+    original = attention_interface.attention
     monkeypatch.setattr(
-        attention, "attention", lambda q, k, v, **more: calls.append(q.shape[1]) or original(q, k, v, **more)
+        attention_interface, "attention", lambda q, k, v, **more: calls.append(q.shape[1]) or original(q, k, v, **more)
     )
     engine = deepspeed.init_inference(small.llama(), dtype="fp32", replace_with_kernel_inject=True)
     small.greedy(engine.module, small.prompts(), new=3)

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from tests.kernels.aot.record import Launching
-from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
 from ztk.inference.placement import Placement

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ztk.inference.attention import Scratch
+from ztk.inference.cache_attention import Scratch
 from ztk.inference.steps import Places, Span
 from ztk.rl.rollout import blocks
 from ztk.rl.rollout.blocks import Blocks, Segment

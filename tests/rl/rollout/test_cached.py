@@ -10,7 +10,7 @@ from tests.hf.policies import config_of as config_of_hf
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.runtime import Process
-from ztk.nn.attention import CausalAttention
+from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout import (
     CachedRollouts,
     EngineAttention,

@@ -8,8 +8,8 @@ import torch
 from tests.rl.rollout.runs import Batches
 from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
-from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
+from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout import EngineAttention, RolloutPolicy, answer_logits, lay_out, pack_exactly
 from ztk.rl.rollout.answering import answer
 

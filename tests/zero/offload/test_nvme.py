@@ -13,7 +13,7 @@ from ztk.core.policies.offload import PAGE_BYTES as PAGE
 from ztk.core.runtime.io import Direction, IoCounters
 from ztk.core.runtime.memory import Tier
 from ztk.zero.offload import NvmeStore, OffloadPolicy, PoolExhausted, StoreClosed
-from ztk.zero.offload.engine import Urgency
+from ztk.zero.offload.io_engine import Urgency
 
 
 def _slots(store, count, *, numel=1024, keep=False):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.generation.adapters import FusedAdapters
 from ztk.deepspeed.generation.loop import generate
 from ztk.deepspeed.generation.texts import EngineTexts

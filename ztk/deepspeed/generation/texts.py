@@ -17,8 +17,8 @@ from ztk.deepspeed.generation.adapters import adapted_layers, merged_parameters
 from ztk.deepspeed.generation.asked import Asked, is_watched, read_call
 from ztk.deepspeed.tools.log import logger
 from ztk.inference import Generator, InferencePolicy
+from ztk.inference.capacity import free_memory
 from ztk.inference.describe import FAMILIES, describe
-from ztk.inference.plan import free_memory
 from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
 from ztk.train.engine import Engine
 from ztk.zero.parameters.construction import construction_suspended

@@ -39,19 +39,19 @@ TOP: dict[str, str] = {  # names in `deepspeed`
     "ztk.deepspeed.start.process": "add_config_arguments init_distributed",
     "ztk.deepspeed.start.mesh": "tp_model_init",
     "ztk.deepspeed.config": "DeepSpeedConfigError",
-    "ztk.deepspeed.engine.engine": "DeepSpeedEngine",
+    "ztk.deepspeed.engine.deepspeed_engine": "DeepSpeedEngine",
     "ztk.deepspeed.tools.helpers": "OnDevice",
     "ztk.deepspeed.generation.hybrid": "DeepSpeedHybridEngine",
     "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
     "ztk.deepspeed.start.entry": "initialize",
     "ztk.deepspeed.tools.log": "log_dist logger",
     "ztk.deepspeed.names": "install",
-    "ztk.deepspeed.pipe.engine": "PipelineEngine",
+    "ztk.deepspeed.pipe.pipeline_engine": "PipelineEngine",
     "ztk.deepspeed.pipe": "PipelineModule",
     "ztk.deepspeed.tools.device": "get_accelerator",
     "ztk.deepspeed.optimizers.schedules": "VALID_LR_SCHEDULES",
     "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig default_inference_config",
-    "ztk.deepspeed.serving.engine": "InferenceEngine",
+    "ztk.deepspeed.serving.inference_engine": "InferenceEngine",
     "ztk.deepspeed.serving.entry": "init_inference",
     "ztk.deepspeed.version": (
         "__version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__"
@@ -85,10 +85,10 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.inference": {
         "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig",
-        "ztk.deepspeed.serving.engine": "InferenceEngine",
+        "ztk.deepspeed.serving.inference_engine": "InferenceEngine",
     },
     "deepspeed.inference.config": {"ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig"},
-    "deepspeed.inference.engine": {"ztk.deepspeed.serving.engine": "InferenceEngine"},
+    "deepspeed.inference.engine": {"ztk.deepspeed.serving.inference_engine": "InferenceEngine"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
         "ztk.deepspeed.runner.main": "main",
@@ -155,7 +155,7 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
     },
     "deepspeed.runtime.engine": {
-        "ztk.deepspeed.engine.engine": (
+        "ztk.deepspeed.engine.deepspeed_engine": (
             "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable autocast_if_enabled"
         ),
         "ztk.parallel.moe": "MoE",
@@ -173,7 +173,7 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.optimizers.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
-    "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.engine": "PipelineEngine PipelineError"},
+    "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.pipeline_engine": "PipelineEngine PipelineError"},
     "deepspeed.runtime.pipe.module": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec"},
     "deepspeed.runtime.pipe.schedule": {"ztk.deepspeed.pipe.schedules": "*"},
     "deepspeed.runtime.pipe.topology": {

@@ -10,13 +10,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ztk.core.runtime import Comm, Process, Topology
 from ztk.core.runtime.part import Part
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, read_source
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.engine.owners import owner_of
 from ztk.deepspeed.experts import expert_topology
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
-from ztk.deepspeed.serving.engine import InferenceEngine
-from ztk.deepspeed.serving.policy import policy_of, rules_of_policy
+from ztk.deepspeed.serving.inference_engine import InferenceEngine
+from ztk.deepspeed.serving.injection import policy_of, rules_of_policy
 from ztk.deepspeed.serving.streaming import generate_in_step, notes_of, settings_of, stream
 from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.start.mesh import arranged, parts_of

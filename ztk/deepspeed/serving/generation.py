@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ztk.deepspeed.generation.asked import is_watched, read_call
 from ztk.inference import Generator, InferencePolicy
-from ztk.inference.plan import free_memory
+from ztk.inference.capacity import free_memory
 
 _MOST_SEQUENCES = 64
 

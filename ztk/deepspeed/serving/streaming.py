@@ -9,7 +9,7 @@ from torch import nn
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import Part
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.start.build import Builder
 

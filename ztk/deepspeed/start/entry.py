@@ -13,12 +13,12 @@ from ztk.core.policies.optimizer import TORCH
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
 from ztk.deepspeed.config.optimizer import make_torch_optimizer
 from ztk.deepspeed.engine import owners
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.generation.hybrid import DeepSpeedHybridEngine
 from ztk.deepspeed.optimizers.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
 from ztk.deepspeed.optimizers.schedules import SCHEDULES
 from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
-from ztk.deepspeed.pipe import engine as pipes
+from ztk.deepspeed.pipe import pipeline_engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.start.build import NO_OPTIMIZER, Builder, default_optimizer
 from ztk.deepspeed.start.mesh import arranged, check_asked_dtype, in_sequences, parts_of, with_asked_degree

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from ztk.deepspeed.ulysses import state
 from ztk.deepspeed.ulysses.layer import GroupExchange, gather_heads, scatter_heads
-from ztk.parallel.sequence.attention import key_repeats
+from ztk.parallel.sequence.ulysses import key_repeats
 
 IGNORED = -100  # label that losses ignore
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ztk.core.runtime.pending import Handle
-from ztk.parallel.sequence.attention import key_repeats
 from ztk.parallel.sequence.exchange import to_heads, to_sequence
+from ztk.parallel.sequence.ulysses import key_repeats
 
 
 @dataclass(frozen=True, slots=True)

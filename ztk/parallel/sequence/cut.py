@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from ztk.core.runtime import Comm, Mesh
 from ztk.core.runtime.differentiable import through
 from ztk.nn import Decoder, Documents
-from ztk.nn.attention import Attention
 from ztk.nn.loss import IGNORED
+from ztk.nn.self_attention import Attention
 from ztk.nn.staged import Arguments, argument, sequence_length
-from ztk.parallel.sequence.attention import UlyssesAttention, key_repeats
 from ztk.parallel.sequence.ring import CHUNKS, RingAttention
+from ztk.parallel.sequence.ulysses import UlyssesAttention, key_repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,7 +87,7 @@ def ring_attention(
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = query.dtype
-    if query.device.type == "cpu" and dtype != torch.float32:  # as in `ztk.nn.attention`
+    if query.device.type == "cpu" and dtype != torch.float32:  # as in `ztk.nn.self_attention`
         query, key, value = query.float(), key.float(), value.float()
     return _Ring.apply(query, key, value, comm, label, chunks, scale).to(dtype)
 

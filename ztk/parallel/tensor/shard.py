@@ -18,10 +18,10 @@ from ztk.parallel.tensor.derived import is_conv1d
 from ztk.parallel.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
 from ztk.parallel.tensor.layers import TensorAxis
 from ztk.parallel.tensor.loss import VocabularyParallelLoss
-from ztk.parallel.tensor.plan import TensorPlan, plan_of
 from ztk.parallel.tensor.policy import TensorPolicy
 from ztk.parallel.tensor.rules import Style, TensorRule
 from ztk.parallel.tensor.split import part_range
+from ztk.parallel.tensor.tensor_plan import TensorPlan, plan_of
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
 _CUTS_NO_WEIGHT = (Style.partial, Style.loss)

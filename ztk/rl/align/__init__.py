@@ -8,7 +8,6 @@ from ztk.rl.align.distillation import DistillPolicy, distill_losses
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.rl.align.kto import KtoPolicy, kto_losses
 from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
-from ztk.rl.align.policy import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
 from ztk.rl.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.rl.align.records import (
     ANSWER_END,
@@ -24,6 +23,7 @@ from ztk.rl.align.records import (
 from ztk.rl.align.sequences import Packing, Sequences, answer_logprobs, segment_sums, token_logprobs
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 from ztk.rl.align.tilt import Frontier
+from ztk.rl.align.token_losses import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
 
 __all__ = [
     "ANSWER_END",

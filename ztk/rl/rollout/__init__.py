@@ -2,9 +2,9 @@
 
 from ztk.rl.rollout.ahead import Ahead, Drawn
 from ztk.rl.rollout.answering import RolloutPolicy
-from ztk.rl.rollout.attention import EngineAttention, has_engine_attention, use_engine_attention
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
+from ztk.rl.rollout.engine_attention import EngineAttention, has_engine_attention, use_engine_attention
 from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
 from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs

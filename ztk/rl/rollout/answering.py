@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ztk.inference.answer_step import AnswerCache, AnswerStep, EqualShapes, equal_shapes
-from ztk.inference.attention import BLOCK
+from ztk.inference.cache_attention import BLOCK
+from ztk.inference.capacity import free_memory
 from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
-from ztk.inference.plan import free_memory
 from ztk.inference.sample import KEEPS_ALL, Cut, choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span

@@ -21,7 +21,7 @@ from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
 from ztk.parallel.sequence import divides_sequences
-from ztk.rl.rollout.attention import has_engine_attention
+from ztk.rl.rollout.engine_attention import has_engine_attention
 from ztk.rl.rollout.kept import Hide
 from ztk.rl.rollout.layout import Layout
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ztk.kernels import is_cut_evenly
 from ztk.nn import Decoder, Documents
-from ztk.nn.attention import CausalAttention
 from ztk.nn.linear import Linear, linear
 from ztk.nn.loss import IGNORED
 from ztk.nn.moe import SparseMLP
+from ztk.nn.self_attention import CausalAttention
 from ztk.parallel.pipeline import MicroBatch
-from ztk.rl.rollout.attention import EngineAttention, has_engine_attention, use_engine_attention
+from ztk.rl.rollout.engine_attention import EngineAttention, has_engine_attention, use_engine_attention
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _PAD = 0

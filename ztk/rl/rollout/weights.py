@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ztk.core.policies.rollout import RolloutWeights
-from ztk.inference.plan import free_device_memory, free_memory
+from ztk.inference.capacity import free_device_memory, free_memory
 from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 

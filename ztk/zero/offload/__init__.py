@@ -2,8 +2,8 @@
 
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.zero.offload.disk import DiskError, DiskFile
-from ztk.zero.offload.engine import StoreClosed
 from ztk.zero.offload.host import HostStore
+from ztk.zero.offload.io_engine import StoreClosed
 from ztk.zero.offload.nvme import NvmeStore, PoolExhausted
 from ztk.zero.offload.probe import Filesystem, filesystem_of, probe_folder
 

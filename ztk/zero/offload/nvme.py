@@ -42,7 +42,7 @@ from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import place_of
 from ztk.core.runtime.streams import has_streams
 from ztk.zero.offload.disk import DiskFile
-from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
+from ztk.zero.offload.io_engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedPool, AlignedRegion, Lease
 from ztk.zero.offload.probe import filesystem_of, probe_folder
 from ztk.zero.offload.slot import SlotSpec, check_fits, flat_bytes

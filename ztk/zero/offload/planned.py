@@ -12,8 +12,8 @@ from ztk.core.runtime.io import Direction, IoCounters
 from ztk.core.runtime.planned import host_bytes, is_host_memory
 from ztk.core.runtime.streams import copy_behind
 from ztk.zero.offload.disk import DiskFile
-from ztk.zero.offload.engine import IoEngine, Transfer
 from ztk.zero.offload.host import HostStore
+from ztk.zero.offload.io_engine import IoEngine, Transfer
 from ztk.zero.offload.nvme import NvmeStore
 from ztk.zero.offload.pool import AlignedRegion
 

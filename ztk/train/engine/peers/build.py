@@ -11,8 +11,8 @@ from ztk.core.runtime import MemoryLedger, PhaseClock, Process
 from ztk.core.runtime.io import IoCounters
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.recompute import RecomputePolicy, recompute_blocks
-from ztk.train.engine.peers.engine import PeerEngine
 from ztk.train.engine.peers.optimizer import torch_optimizer, torch_scaler, torch_schedule
+from ztk.train.engine.peers.peer_engine import PeerEngine
 from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer
 
 _PEERS = {peer.name: peer for peer in (DataParallelPeer, FullyShardedPeer)}

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
+from ztk.inference.capacity import drafting_of
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
-from ztk.inference.plan import drafting_of
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from ztk.core.runtime.system_memory import machine_memory
-from ztk.inference.attention import BLOCK
+from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS, DraftModel
 from ztk.inference.model import InferenceModel

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ztk.nn import Documents
-from ztk.nn.attention import CausalAttention
+from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout.blocks import Blocks, Segment
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ztk.deepspeed.config.batch import BatchSizes
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.start.loader import RepeatingLoader
 from ztk.parallel.pipeline import MicroBatch
 from ztk.train.engine.pipeline import PipelineEngine as PipelinedEngine

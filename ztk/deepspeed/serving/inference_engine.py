@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime import Process
-from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.generation import EngineGeneration
 from ztk.hf.kernels import Injection
