@@ -169,7 +169,7 @@ def test_samples_per_second_of_a_scripts_own_loop(clock):
             assert timer.avg_samples_per_sec() == float("-inf")
     assert timer.avg_samples_per_sec() == 12 * 3 / (2 + 4 + 6) and timer.total_elapsed_time == 12
     assert len(lines) == 2 and "vm %" in lines[1]
-    assert "micro_step=8/global_step=4, RunningAvgSamplesPerSec=4.0, CurrSamplesPerSec=3.0, MemAllocated" in lines[0]
+    assert "micro_step=8/global_step=4, RunningAvgSamplesPerSec=4, CurrSamplesPerSec=3, MemAllocated" in lines[0]
     off = timers.ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), 12)
     off.start()
     off.stop(global_step=True)

@@ -8,15 +8,14 @@ import sys
 import types
 
 import pytest
-import torch
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.scripts import BATCH, build, config, loop
 from ztk.core.runtime import Process
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.config.watching import FilesPolicy, MonitorPolicy, ThroughputPolicy, WandbPolicy
-from ztk.deepspeed.watch.clock import Throughput, WallClock
+from ztk.deepspeed.config.watching import FilesPolicy, MonitorPolicy, WandbPolicy
 from ztk.deepspeed.watch.monitors import MonitorMaster, get_monitor_config
+from ztk.deepspeed.watch.watcher import WallClock
 
 
 def watched(process: Process, *, steps: int = 4, **more) -> dict[str, object]:
@@ -55,7 +54,7 @@ def test_times_of_every_micro_batch_and_step(ranks):
 def test_phases_add_up_over_a_step(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock, engine = WallClock(torch.device("cpu")), {"communication": 0.0}
+    clock, engine = WallClock(), {"communication": 0.0}
     for _ in range(2):
         for name in ("fwd", "bwd"):
             with clock.phase(name, phases=engine):
@@ -67,24 +66,6 @@ def test_phases_add_up_over_a_step(monkeypatch):
     with clock.phase("fwd", phases=engine):
         pass
     assert clock.step == {"fwd": 1000}
-
-
-def test_samples_per_second(monkeypatch):
-    """Two steps are not counted; then 8 samples in 1 s and in 4 s: 3.2 per second, the last 2. A second micro-batch starts nothing."""
-    now = iter([0, 1, 1, 2, 2, 3, 3, 7])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    meter = Throughput(ThroughputPolicy(), device=torch.device("cpu"))
-    for _ in range(4):
-        assert meter.text(micro_steps=0, steps=0) is None or meter._samples
-        meter.start()
-        meter.start()
-        meter.stop(samples=8)
-    expected = "epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=3.2, CurrSamplesPerSec=2"
-    assert meter.text(micro_steps=8, steps=4) == expected
-    off = Throughput(ThroughputPolicy(enabled=False), device=torch.device("cpu"))
-    off.start()
-    off.stop(samples=8)
-    assert off.text(micro_steps=1, steps=1) is None
 
 
 def test_progress_with_samples_per_second(ranks):

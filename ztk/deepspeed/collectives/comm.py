@@ -11,7 +11,6 @@ import functools
 import inspect
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -23,6 +22,7 @@ from torch.distributed import ReduceOp
 from ztk.core.runtime import Comm
 from ztk.deepspeed.collectives.log import CommsLog, table
 from ztk.deepspeed.start import process
+from ztk.deepspeed.tools.timers import now
 
 __all__ = [
     *("P2POp", "ReduceOp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
@@ -134,18 +134,17 @@ def _logged(operation: Callable) -> Callable:
         nbytes = _bytes(next((given[key] for key in _GIVEN if key in given), None))
         if comms_logger.switches.debug:
             name = f"{name} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
-        _synchronize()
-        start = time.perf_counter()
+        start = now()
         result = operation(*args, **kwargs)
         for work in result if isinstance(result, list) else [result]:
             if hasattr(work, "wait"):
                 work.wait()
-        _synchronize()
+        spent = now() - start
         comms_logger.append(
             name,
             operation=own_name,
             nbytes=nbytes // ranks if own_name.startswith("reduce_scatter") else nbytes,
-            seconds=time.perf_counter() - start,
+            seconds=spent,
             ranks=ranks,
         )
         return result
@@ -162,11 +161,6 @@ def _bytes(value: object) -> int:
         case list() | tuple():
             return sum(map(_bytes, value))
     return 0
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 # Collectives. Every function also takes prof=True, which logs it alone, log_name and debug. Unchanged from torch.distributed:

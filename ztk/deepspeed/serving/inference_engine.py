@@ -1,6 +1,5 @@
 """The engine that `init_inference` returns."""
 
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,6 +9,7 @@ from ztk.core.runtime import Process
 from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.generation import EngineGeneration
+from ztk.deepspeed.tools.timers import now
 from ztk.hf.kernels import Injection
 
 
@@ -85,13 +85,11 @@ class InferenceEngine(nn.Module):
         self._times, started = [], []
 
         def begin(module: nn.Module, args: tuple) -> None:
-            self._wait()
-            started.append(time.perf_counter())
+            started.append(now())
 
         def end(module: nn.Module, args: tuple, output: object) -> None:
-            self._wait()
             assert self._times is not None
-            self._times.append(1e3 * (time.perf_counter() - started.pop()))
+            self._times.append(1e3 * (now() - started.pop()))
 
         self.module.register_forward_pre_hook(begin)
         self.module.register_forward_hook(end)
@@ -103,10 +101,6 @@ class InferenceEngine(nn.Module):
         times = self._times[:]
         self._times.clear()
         return times
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def compile(self, backend: str | Callable = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Applies torch.compile to the module, or under ZeRO to every gathered unit. Idempotent."""

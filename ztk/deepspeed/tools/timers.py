@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 from ztk.core.runtime.system_memory import machine_memory
 from ztk.deepspeed.tools.device import get_accelerator
@@ -24,7 +24,7 @@ class Timer:
         """Starts the timer. Raises RuntimeError if it is running."""
         if self.started_:
             raise RuntimeError(f"timer {self.name_!r} runs already: call stop() before start()")
-        self._since, self.started_ = _now(), True
+        self._since, self.started_ = now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """Stops the timer. Raises RuntimeError if it is not running.
@@ -34,7 +34,7 @@ class Timer:
         del record
         if not self.started_:
             raise RuntimeError(f"timer {self.name_!r} does not run: call start() before stop()")
-        span = _now() - self._since
+        span = now() - self._since
         self._spans = [span] if reset else [*self._spans, span]
         self.started_ = False
 
@@ -113,23 +113,17 @@ class SynchronizedWallClockTimer:
         return {name: of(self.timers[name]) / normalizer for name in names if name in self.timers}
 
 
-class ThroughputConfig(Protocol):
-    """`timers.throughput` of a configuration. synchronized: synchronizes with a GPU."""
-
-    enabled: bool
-    synchronized: bool
-
-
 class ThroughputTimer:
     """Samples per second: `start` and `stop` around every micro-batch, `stop(global_step=True)` at the last one of a step.
 
+    config: has `enabled` and `synchronized`, as `timers.throughput` of a configuration. synchronized: waits for the GPU at both ends.
     batch_size: samples per step. start_step: number of steps that do not count. steps_per_output: steps between printed lines, if given.
-    monitor_memory: adds the machine's memory.
+    monitor_memory: adds the machine's memory. epoch_count: increased by the script.
     """
 
     def __init__(
         self,
-        config: ThroughputConfig,
+        config: Any,
         batch_size: int | None,
         start_step: int = 2,
         steps_per_output: int | None = None,
@@ -144,6 +138,7 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
         self._since: float | None = None
+        self._samples, self._latest = 0, 0.0  # of the counted steps, and per second of the last one
 
     def update_epoch_count(self) -> None:
         """Starts another epoch, with its first micro-batch."""
@@ -169,30 +164,37 @@ class ThroughputTimer:
         if not global_step:
             return
         self.global_step_count += 1
-        every = self.steps_per_output
-        if self._since is not None and report_speed and every and self.global_step_count % every == 0:
-            self._report()
+        if self._since is not None:
+            self._samples += self.batch_size
+            self._latest = self.batch_size / self.step_elapsed_time
+            every = self.steps_per_output
+            if report_speed and every and self.global_step_count % every == 0:
+                self._report()
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
         """Returns the mean over the counted steps; minus infinity before the first."""
-        steps = self.global_step_count - self.start_step
-        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
+        return self._samples / self.total_elapsed_time if self._samples else float("-inf")
 
-    def _report(self) -> None:
+    def line(self, *, micro_step: int, step: int) -> str:
+        """Returns the line to print after the micro-batch and the step with these numbers."""
         device = get_accelerator()
-        place = f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
-        self.logging(
-            f"{place}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
-            f"CurrSamplesPerSec={self.batch_size / self.step_elapsed_time}, "
+        return (
+            f"epoch={self.epoch_count}/micro_step={micro_step}/global_step={step}, "
+            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.6g}, CurrSamplesPerSec={self._latest:.6g}, "
             f"MemAllocated={device.memory_allocated() / GIB:.2f}GB, MaxMemAllocated={device.max_memory_allocated() / GIB:.2f}GB"
         )
+
+    def _report(self) -> None:
+        line = self.line(micro_step=self.micro_step_count, step=self.global_step_count)
+        self.logging(line)
         if self.monitor_memory:
             host = machine_memory()
+            place = line.partition(",")[0]
             self.logging(f"{place}, vm %: {100 * (1 - host['MemAvailable'] / host['MemTotal']):.1f}")
 
     def _read(self) -> float:
-        return _now() if self.config.synchronized else time.perf_counter()
+        return now() if self.config.synchronized else time.perf_counter()
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
@@ -209,6 +211,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     return sum(kept) / len(kept)
 
 
-def _now() -> float:
+def now() -> float:
+    """Returns seconds on the host's clock, after the GPU has finished its work so far."""
     get_accelerator().synchronize()
     return time.perf_counter()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from ztk.core.runtime.flop_formulas import flop_registry
+from ztk.deepspeed.tools.timers import now
 from ztk.deepspeed.watch.flops_text import (
     ProfileHead,
     StageProfile,
@@ -290,13 +291,13 @@ class _Counter(TorchDispatchMode):
         self._own_seconds = 0.0  # spent on counting; not part of any module's time
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
-        self._open.append((module, _now() - self._own_seconds))
+        self._open.append((module, now() - self._own_seconds))
 
     def leave(self, module: nn.Module, inputs: tuple, output: object) -> None:
         if not self._open or self._open[-1][0] is not module:
             return  # a forward of a parent raised
         _, start = self._open.pop()
-        self._costs[module].seconds += _now() - self._own_seconds - start
+        self._costs[module].seconds += now() - self._own_seconds - start
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         began = time.perf_counter()
@@ -341,9 +342,3 @@ def _count(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: objec
     name = _name(func)
     tensor, each = (args[0], _PER_INPUT[name]) if name in _PER_INPUT else (out, int(name in _PER_OUTPUT))
     return each * tensor.numel() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else 0
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

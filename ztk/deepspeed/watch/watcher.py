@@ -1,7 +1,7 @@
 """Called by the engine around forward, backward and step; prints and writes the measurements. Losses have any floating-point dtype."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -11,13 +11,45 @@ from ztk.deepspeed.collectives import comm
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.tools.helpers import see_memory_usage
 from ztk.deepspeed.tools.log import logger
-from ztk.deepspeed.watch.clock import Throughput, WallClock
+from ztk.deepspeed.tools.timers import ThroughputTimer, now
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster
 from ztk.train.engine import Engine
 
 _USUAL = 10  # steps between reports of a breakdown without `steps_per_print`
 _PHASES = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "backward_allreduce": "bwd_allreduce"}
+
+
+class WallClock:
+    """Milliseconds of the phases, synchronized with a GPU. `micro` is for the last micro-batch, `step` sums over the step.
+
+    Phases have DeepSpeed's names: fwd, bwd (with its parts bwd_inner and bwd_allreduce), step.
+    """
+
+    def __init__(self) -> None:
+        self.micro: dict[str, float] = {}
+        self.step: dict[str, float] = {}
+        self._ended = False
+
+    @contextmanager
+    def phase(self, name: str, *, phases: Mapping[str, float]) -> Iterator[None]:
+        """Times a phase. phases: seconds on the engine's own clock, from which the waiting time for communication is taken."""
+        if self._ended:
+            self.step, self._ended = {}, False
+        waited = phases.get("communication", 0.0)
+        start = now()
+        yield
+        spent = {name: 1000 * (now() - start)}
+        if name == "bwd":
+            allreduce = 1000 * (phases.get("communication", 0.0) - waited)
+            spent |= {"bwd_inner": spent["bwd"] - allreduce, "bwd_allreduce": allreduce}
+        self.micro |= spent
+        for part, milliseconds in spent.items():
+            self.step[part] = self.step.get(part, 0.0) + milliseconds
+
+    def end_step(self) -> None:
+        """Marks the end of a step."""
+        self._ended = True
 
 
 class Watcher:
@@ -35,7 +67,7 @@ class Watcher:
         self.monitor = MonitorMaster(watching.monitors)
         # The profiler also prints the times of backward and step.
         measures = settings.wall_clock_breakdown or watching.flops is not None
-        self.clock = WallClock(process.device) if measures else None
+        self.clock = WallClock() if measures else None
         self._prints_times = settings.wall_clock_breakdown and process.rank == 0
         self.flops = (
             FlopsProfiler(facade.module, facade, watching.flops.recompute_fwd_factor) if watching.flops else None
@@ -43,7 +75,7 @@ class Watcher:
         wanted = settings.wall_clock_breakdown or settings.memory_breakdown
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
         self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
-        self._throughput = Throughput(watching.throughput, device=process.device)
+        self._throughput = ThroughputTimer(watching.throughput, settings.batch.train)
         self._is_read = False  # by a script; enables counting
         self._seconds: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
@@ -59,7 +91,7 @@ class Watcher:
         return self._facade.engine
 
     @property
-    def throughput(self) -> Throughput:
+    def throughput(self) -> ThroughputTimer:
         """The throughput timer for scripts. Its first use enables counting even if nothing is printed."""
         self._is_read = True
         return self._throughput
@@ -67,8 +99,7 @@ class Watcher:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Wraps the module's forward."""
-        if self._every or self._is_read:
-            self._throughput.start()
+        self._start_throughput()
         profiled = self._profiles_now()
         if profiled:
             assert self.flops is not None
@@ -98,8 +129,7 @@ class Watcher:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Wraps a pipeline's full step, whose time counts as `step`. If the step is profiled, every stage's first forward is."""
-        if self._every or self._is_read:
-            self._throughput.start()
+        self._start_throughput()
         if self._profiles_now():
             assert self.flops is not None
             self.flops.start_profile(once=True)
@@ -118,7 +148,8 @@ class Watcher:
     def after_step(self) -> None:
         """Called after the optimizer's step."""
         step = self._facade.global_steps
-        self._throughput.stop(samples=self._settings.batch.train)
+        self._throughput.batch_size = self._settings.batch.train
+        self._throughput.stop(global_step=True)
         self._see("after step")
         if self._is_first:
             if self.monitor.enabled:
@@ -135,6 +166,11 @@ class Watcher:
 
     def close(self) -> None:
         self.monitor.close()
+
+    def _start_throughput(self) -> None:
+        """Starts the timer at the first forward of a step."""
+        if (self._every or self._is_read) and not self._throughput.started:
+            self._throughput.start()
 
     def _timed(self, name: str):
         return nullcontext() if self.clock is None else self.clock.phase(name, phases=self._engine.clock.seconds)
@@ -186,13 +222,11 @@ class Watcher:
     def _report(self, step: int) -> None:
         facade = self._facade
         logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, facade.skipped_steps, facade.get_lr(), facade.get_mom())
-        speed = self._throughput.text(micro_steps=facade.micro_steps, steps=step)
-        if speed is not None:
-            logger.info(speed)
+        if self._throughput.total_elapsed_time:
+            logger.info(self._throughput.line(micro_step=facade.micro_steps, step=step))
         if self._prints_times:
-            now = dict(self._engine.clock.seconds)
-            spent = {name: now[name] - self._seconds.get(name, 0.0) for name in now}
-            self._seconds = now
+            before, self._seconds = self._seconds, dict(self._engine.clock.seconds)
+            spent = {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}
             words = ", ".join(f"{name} {1000 * seconds / self._every:.2f}" for name, seconds in spent.items())
             logger.info("milliseconds per step: %s", words)
         if self._settings.memory_breakdown:
