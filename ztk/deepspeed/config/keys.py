@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ztk.core.policies.ranges import INT64_MAX, Range
 from ztk.core.policies.suggest import did_you_mean
@@ -59,6 +60,22 @@ def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bo
 def fixed(*usual: object, why: str) -> Key:
     """Returns a key that accepts only its usual values. why: reason for the rejection."""
     return Key(effect=Effect.fixed, convert=anything, usual=usual, why=why)
+
+
+def keys_of(settings: type) -> dict[str, Key]:
+    """Returns a key with effect for each field of a dataclass, by its type.
+
+    `Annotated[int, convert]` names the conversion; booleans, texts and lists of texts have their own, and `| None` accepts null.
+    """
+    return {name: takes(_conversion(kind)) for name, kind in get_type_hints(settings, include_extras=True).items()}
+
+
+def _conversion(kind: Any) -> Convert:
+    if get_origin(kind) is Annotated:
+        return kind.__metadata__[0]
+    if NoneType in get_args(kind):
+        return optional(_conversion(get_args(kind)[0]))
+    return {bool: boolean, str: text, tuple[str, ...]: texts}[kind]
 
 
 def read_section(
@@ -210,6 +227,13 @@ def text(value: object) -> str:
     if isinstance(value, str):
         return value
     raise ValueError("must be a text")
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """Converts a list of texts. Raises ValueError for all else."""
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError("must be a list of texts")
 
 
 def one_of(*words: str) -> Convert:

@@ -1,6 +1,7 @@
 """Sections about the model's execution: activation_checkpointing, pipeline, hybrid_engine."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from ztk.deepspeed.config.keys import (
     Findings,
@@ -8,6 +9,7 @@ from ztk.deepspeed.config.keys import (
     boolean,
     fixed,
     hint,
+    keys_of,
     optional,
     read_section,
     takes,
@@ -22,7 +24,7 @@ class ActivationCheckpointing:
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
-    number_checkpoints: int | None = None
+    number_checkpoints: Annotated[int | None, optional(whole_number(1))] = None
     cpu_checkpointing: bool = False
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
@@ -51,14 +53,7 @@ class ActivationCheckpointing:
         return found
 
 
-_ACTIVATION_KEYS = {
-    "partition_activations": takes(boolean),
-    "contiguous_memory_optimization": takes(boolean),
-    "number_checkpoints": takes(optional(whole_number(1))),
-    "cpu_checkpointing": takes(boolean),
-    "synchronize_checkpoint_boundary": takes(boolean),
-    "profile": takes(boolean),
-}
+_ACTIVATION_KEYS = keys_of(ActivationCheckpointing)
 _PATH = "activation_checkpointing."
 _ELSEWHERE = {"partitioned_activations": "there is no such key; did you mean partition_activations?"}
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from ztk.deepspeed.collectives.log import LogSwitches
 from ztk.deepspeed.config.keys import (
@@ -9,19 +10,13 @@ from ztk.deepspeed.config.keys import (
     anything,
     at_least,
     boolean,
+    keys_of,
     one_of,
     optional,
     read_section,
     takes,
-    text,
     whole_number,
 )
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise ValueError("must be a list of texts")
 
 
 def _depth(value: object) -> int:
@@ -29,45 +24,6 @@ def _depth(value: object) -> int:
         return whole_number(-1)(value)
     except ValueError as error:
         raise ValueError(f"{error}; -1 is for the innermost modules") from None
-
-
-_ON = {"enabled": takes(boolean)}
-_FILES = {**_ON, "output_path": takes(text), "job_name": takes(text)}
-SECTIONS = {
-    "tensorboard": _FILES,
-    "csv_monitor": _FILES,
-    "wandb": {
-        **_ON,
-        **dict.fromkeys(("group", "team"), takes(optional(text))),
-        "project": takes(text),
-    },
-    "comet": {
-        **_ON,
-        "samples_log_interval": takes(whole_number(1)),
-        **dict.fromkeys(
-            ("project", "workspace", "api_key", "experiment_name", "experiment_key"), takes(optional(text))
-        ),
-        "online": takes(optional(boolean)),
-        "mode": takes(optional(one_of("get", "create", "get_or_create"))),
-    },
-    "flops_profiler": {
-        **_ON,
-        "recompute_fwd_factor": takes(at_least(0)),
-        "profile_step": takes(whole_number(0)),
-        "module_depth": takes(_depth),
-        "top_modules": takes(whole_number(1)),
-        "detailed": takes(boolean),
-        "output_file": takes(optional(text)),
-    },
-    "comms_logger": {
-        **_ON,
-        **dict.fromkeys(("verbose", "prof_all", "debug"), takes(boolean)),
-        "prof_ops": takes(_texts),
-    },
-    "timers": {"throughput": takes(anything)},
-}
-_THROUGHPUT = {"enabled": takes(boolean), "synchronized": takes(boolean)}
-_NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # packages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +50,14 @@ class CometPolicy:
     An event is logged once per samples_log_interval samples.
     """
 
-    samples_log_interval: int = 100
+    samples_log_interval: Annotated[int, whole_number(1)] = 100
     project: str | None = None
     workspace: str | None = None
     api_key: str | None = field(default=None, repr=False)  # not in the repr, because settings are printed
     experiment_name: str | None = None
     experiment_key: str | None = None
     online: bool | None = None
-    mode: str | None = None
+    mode: Annotated[str | None, optional(one_of("get", "create", "get_or_create"))] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +67,10 @@ class FlopsPolicy:
     recompute_fwd_factor: number of forwards that a backward repeats. module_depth: -1 for all. output_file: defaults to the terminal.
     """
 
-    recompute_fwd_factor: float = 0.0
-    profile_step: int = 1
-    module_depth: int = -1
-    top_modules: int = 1
+    recompute_fwd_factor: Annotated[float, at_least(0)] = 0.0
+    profile_step: Annotated[int, whole_number(0)] = 1
+    module_depth: Annotated[int, _depth] = -1
+    top_modules: Annotated[int, whole_number(1)] = 1
     detailed: bool = True
     output_file: str | None = None
 
@@ -152,6 +108,16 @@ class Watching:
     throughput: ThroughputPolicy
 
 
+_MONITORS = {"tensorboard": FilesPolicy, "csv_monitor": FilesPolicy, "wandb": WandbPolicy, "comet": CometPolicy}
+_POLICIES = {**_MONITORS, "flops_profiler": FlopsPolicy}
+_NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # packages
+SECTIONS = {
+    **{name: {"enabled": takes(boolean), **keys_of(policy)} for name, policy in _POLICIES.items()},
+    "comms_logger": keys_of(LogSwitches),
+    "timers": {"throughput": takes(anything)},
+}
+
+
 def read_watching(given: dict, *, findings: Findings) -> Watching:
     """Reads the sections. given: the full configuration."""
     read = {
@@ -160,7 +126,7 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
         if given.get(name) is not None
     }
     throughput = read.pop("timers", {}).get("throughput", {})
-    throughput = read_section(throughput, path="timers.throughput.", keys=_THROUGHPUT, findings=findings)
+    throughput = read_section(throughput, path="timers.throughput.", keys=keys_of(ThroughputPolicy), findings=findings)
     on = {name: values for name, values in read.items() if values.pop("enabled", False)}
     for name, package in _NEEDS.items():
         if name in on and importlib.util.find_spec(package) is None:
@@ -168,17 +134,10 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
                 f"{name}.enabled: the package {package} is not installed; pip install {package}, or use csv_monitor"
             )
 
-    def policy(name: str, make: type):
-        return make(**on[name]) if name in on else None
-
+    made = {name: policy(**on[name]) for name, policy in _POLICIES.items() if name in on}
     return Watching(
-        monitors=MonitorPolicy(
-            tensorboard=policy("tensorboard", FilesPolicy),
-            csv_monitor=policy("csv_monitor", FilesPolicy),
-            wandb=policy("wandb", WandbPolicy),
-            comet=policy("comet", CometPolicy),
-        ),
-        flops=policy("flops_profiler", FlopsPolicy),
+        monitors=MonitorPolicy(**{name: policy for name, policy in made.items() if name in _MONITORS}),
+        flops=made.get("flops_profiler"),
         comms=LogSwitches(enabled=True, **on["comms_logger"]) if "comms_logger" in on else None,
         throughput=ThroughputPolicy(**throughput),
     )
