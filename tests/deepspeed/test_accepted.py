@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
-from ztk.deepspeed.config.hjson import parse_hjson
+from ztk.deepspeed.config.source import parse_hjson
 
 
 def parse(**config) -> Settings:

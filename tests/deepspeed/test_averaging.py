@@ -9,7 +9,7 @@ from tests.deepspeed import scripts
 from tests.deepspeed.test_train import close
 from ztk.core.runtime import Process
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.config.batch import Averaging
+from ztk.deepspeed.config.top import Averaging
 
 STAGES = (0, 1, 2, 3)
 SGD = {"type": "SGD", "params": {"lr": 0.1}}

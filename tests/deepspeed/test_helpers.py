@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ztk.deepspeed.config import DeepSpeedConfigError
-from ztk.deepspeed.config.parsed import DeepSpeedConfig
+from ztk.deepspeed.config.settings import DeepSpeedConfig
 from ztk.deepspeed.tools import helpers
 from ztk.deepspeed.tools.device import _OF_TORCH, Accelerator, get_accelerator
 

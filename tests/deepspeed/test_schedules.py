@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ztk.deepspeed.config.scheduler import TYPES
+from ztk.deepspeed.config import optimizer
 from ztk.deepspeed.names import constants, lookup
 from ztk.deepspeed.optimizers.schedules import SCHEDULES, VALID_LR_SCHEDULES
 
@@ -271,5 +271,5 @@ def test_deepspeeds_words_for_keys_and_schedules():
     schedule = SCHEDULES[words.WARMUP_DECAY_LR](groups_of(1.0), **{words.TOTAL_NUM_STEPS: 8}, **arguments)
     schedule.step(2)
     assert schedule.get_last_lr() == [0.05]
-    keys = {key for table in TYPES.values() for key in table} - {"last_batch_iteration", "cycle_momentum"}
+    keys = {key for table in optimizer.SCHEDULES.values() for key in table} - {"last_batch_iteration", "cycle_momentum"}
     assert keys <= set(constants.SCHEDULES.values())

@@ -1,6 +1,7 @@
-"""The optimizer section: converts DeepSpeed's names and parameters to a policy."""
+"""The sections optimizer and scheduler: DeepSpeed's names and parameters as a policy, and one of five schedules."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from ztk.core.policies.optimizer import TORCH
 from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config.keys import (
+    Convert,
     Findings,
     Key,
     anything,
@@ -16,13 +18,16 @@ from ztk.deepspeed.config.keys import (
     fixed,
     hint,
     nearest,
+    one_of,
+    optional,
     read_section,
     shown,
     takes,
+    whole_number,
 )
 from ztk.optim import OptimizerPolicy
 
-SECTION = {
+_OPTIMIZER = {
     "type": takes(anything),
     "params": takes(anything),
     "legacy_fusion": fixed(False, why="ztk's optimizer is always fused; leave it out"),
@@ -95,7 +100,7 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
     """Returns the policy, or None if the section is missing or faulty. Every parameter decays, as in DeepSpeed."""
     if given is None:
         return None
-    section = read_section(given, path="optimizer.", keys=SECTION, findings=findings)
+    section = read_section(given, path="optimizer.", keys=_OPTIMIZER, findings=findings)
     name = section.get("type")
     if name is None:
         findings.faults.append(f"optimizer.type: is missing; give one of {', '.join(TYPES)}")
@@ -152,3 +157,90 @@ def _policy(name: str, *, values: dict, clip: float, findings: Findings) -> Opti
     except ValueError as error:
         findings.faults.append(f"optimizer.params: {error}")
         return None
+
+
+_SCHEDULER = {"type": takes(anything), "params": takes(anything)}
+
+
+def _per_group(convert: Convert) -> Convert:
+    """Returns a conversion for one number, or a list with one per parameter group."""
+
+    def converted(value: object) -> object:
+        return [convert(item) for item in value] if isinstance(value, (list, tuple)) else convert(value)
+
+    return converted
+
+
+_rate = _per_group(at_least(0))
+_LAST = {"last_batch_iteration": fixed(-1, why="a checkpoint has the position of a schedule; leave it out")}
+# The Hugging Face Trainer fills in 0 if there is no warmup_steps. DeepSpeed treats values below 2 as 2.
+_WARMUP = {"warmup_num_steps": takes(whole_number(0)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
+_RATES = {"warmup_min_lr": takes(_rate), "warmup_max_lr": takes(optional(_rate))}
+_TOTAL = {"total_num_steps": takes(whole_number(1))}
+SCHEDULES = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": takes(_rate),
+        "lr_range_test_step_size": takes(whole_number(1)),
+        "lr_range_test_step_rate": takes(at_least(0)),
+        "lr_range_test_staircase": takes(boolean),
+        **_LAST,
+    },
+    "OneCycle": {
+        "cycle_min_lr": takes(_rate),
+        "cycle_max_lr": takes(_rate),
+        "decay_lr_rate": takes(at_least(0)),
+        "cycle_first_step_size": takes(whole_number(1)),
+        "cycle_second_step_size": takes(optional(whole_number(0))),
+        "cycle_first_stair_count": takes(whole_number(0)),
+        "cycle_second_stair_count": takes(optional(whole_number(0))),
+        "decay_step_size": takes(whole_number(0)),
+        "cycle_momentum": takes(boolean),
+        "cycle_min_mom": takes(_rate),
+        "cycle_max_mom": takes(_rate),
+        "decay_mom_rate": takes(at_least(0)),
+        **_LAST,
+    },
+    "WarmupLR": {**_RATES, **_WARMUP},
+    "WarmupDecayLR": {**_TOTAL, **_RATES, **_WARMUP},
+    "WarmupCosineLR": {
+        **_TOTAL,
+        **_WARMUP,
+        "warmup_min_ratio": takes(at_least(0)),
+        "cos_min_ratio": takes(at_least(0)),
+    },
+}
+_REQUIRED = {
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleChoice:
+    """A schedule and its parameters, with DeepSpeed's names."""
+
+    type: str
+    params: dict
+
+
+def read_scheduler(given: object, *, findings: Findings) -> ScheduleChoice | None:
+    """Reads the section. Returns None if it is missing or faulty."""
+    if given is None:
+        return None
+    section = read_section(given, path="scheduler.", keys=_SCHEDULER, findings=findings)
+    name = section.get("type")
+    if name is None:
+        if given:
+            findings.faults.append(f"scheduler.type: is missing; give one of {', '.join(SCHEDULES)}")
+        return None
+    if not isinstance(name, str) or name not in SCHEDULES:
+        near = did_you_mean(nearest(str(name), known=SCHEDULES))
+        findings.faults.append(f"scheduler.type={shown(name)}: must be one of {', '.join(SCHEDULES)}{near}")
+        return None
+    params: Any = section.get("params") or {}
+    values = read_section(params, path="scheduler.params.", keys=SCHEDULES[name], findings=findings)
+    for key in _REQUIRED.get(name, ()):
+        if params.get(key) is None:
+            findings.faults.append(f"scheduler.params.{key}: is missing; {name} needs it")
+    return ScheduleChoice(type=name, params=values)

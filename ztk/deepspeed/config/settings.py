@@ -1,13 +1,14 @@
-"""A full configuration: read, checked, converted to policies."""
+"""A full configuration: read, checked, converted to policies, and shown under DeepSpeed's attribute names."""
 
+import os
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
+import torch.distributed as dist
 
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
-from ztk.deepspeed.config.batch import Averaging, BatchSizes, read_averaging, solve_batch
-from ztk.deepspeed.config.experts import ExpertParallel, LayerOptions, join_sizes, read_expert_parallel, read_moe
 from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings, read_section
 from ztk.deepspeed.config.modules import (
     ActivationCheckpointing,
@@ -16,15 +17,31 @@ from ztk.deepspeed.config.modules import (
     read_hybrid,
     read_pipeline,
 )
-from ztk.deepspeed.config.offload import read_offload
-from ztk.deepspeed.config.optimizer import read_optimizer
+from ztk.deepspeed.config.optimizer import ScheduleChoice, read_optimizer, read_scheduler
+from ztk.deepspeed.config.parallel import (
+    ExpertParallel,
+    LayerOptions,
+    TensorSettings,
+    join_sizes,
+    read_expert_parallel,
+    read_moe,
+    read_tensor_parallel,
+)
 from ztk.deepspeed.config.precision import Precision
-from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
 from ztk.deepspeed.config.source import read_source
-from ztk.deepspeed.config.tensor import TensorSettings, read_tensor_parallel
-from ztk.deepspeed.config.top import ELSEWHERE, KEYS, check_absent, read_checkpoint
-from ztk.deepspeed.config.watching import Watching, read_watching
-from ztk.deepspeed.config.zero import LeafModules, Zero
+from ztk.deepspeed.config.top import (
+    ELSEWHERE,
+    KEYS,
+    Averaging,
+    BatchSizes,
+    check_absent,
+    read_averaging,
+    read_checkpoint,
+    solve_batch,
+)
+from ztk.deepspeed.config.watching import MonitorPolicy, Watching, read_watching
+from ztk.deepspeed.config.zero import LeafModules, Zero, read_offload
+from ztk.deepspeed.tools.log import logger
 from ztk.optim import OptimizerPolicy
 from ztk.zero.offload import OffloadPolicy
 
@@ -142,3 +159,55 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     if findings.faults:
         raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
     return replace(made, notes=tuple(findings.notes))
+
+
+class DeepSpeedConfig:
+    """The checked configuration with all batch sizes, under DeepSpeed's attribute names. `settings` has the engine's form.
+
+    config: dict, path or base64. Raises DeepSpeedConfigError with every fault, and ValueError for mpu and mesh_device.
+    """
+
+    def __init__(self, config: object, mpu: None = None, mesh_device: None = None) -> None:
+        for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
+            if value is not None:
+                raise ValueError(f"{name}: not offered; all ranks are data-parallel here, leave it out")
+        self.world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        self._show(parse_config(config, world_size=self.world_size))
+
+    @classmethod
+    def of(cls, settings: Settings, *, world_size: int) -> Self:
+        """Returns an engine's current configuration."""
+        made = cls.__new__(cls)
+        made.world_size = world_size
+        made._show(settings)
+        return made
+
+    def _show(self, settings: Settings) -> None:
+        self.settings = settings
+        self._param_dict = settings.given
+        self.train_batch_size = settings.batch.train
+        self.train_micro_batch_size_per_gpu = settings.batch.micro
+        self.gradient_accumulation_steps = settings.batch.accumulation
+        self.gradient_clipping = settings.gradient_clipping
+        self.zero_optimization_stage = settings.zero.stage
+        self.zero_enabled = settings.zero.stage > 0
+        optimizer, scheduler = (settings.given.get(name) or {} for name in ("optimizer", "scheduler"))
+        self.optimizer_name = optimizer["type"].lower() if optimizer else None
+        self.optimizer_params = optimizer.get("params")
+        self.scheduler_name, self.scheduler_params = scheduler.get("type"), scheduler.get("params")
+        self.steps_per_print = settings.steps_per_print
+        self.wall_clock_breakdown = settings.wall_clock_breakdown
+        self.memory_breakdown = settings.memory_breakdown
+        self.dump_state = settings.dump_state
+        self.monitor_config: MonitorPolicy = settings.watching.monitors
+
+    def get(self, key: str, default: object = None) -> object:
+        """Returns a section as given."""
+        return self._param_dict.get(key, default)
+
+    def print(self, name: str) -> None:
+        """Logs every attribute."""
+        logger.info("%s:", name)
+        for key, value in sorted(vars(self).items()):
+            if key not in ("settings", "_param_dict"):
+                logger.info("  %s %s %s", key, "." * (29 - len(key)), value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ztk.core.runtime import Topology
-from ztk.deepspeed.config.batch import BatchSizes
+from ztk.deepspeed.config.top import BatchSizes
 from ztk.deepspeed.engine import owners
 from ztk.deepspeed.engine.buffers import naming_buffers
 from ztk.deepspeed.engine.getters import Getters

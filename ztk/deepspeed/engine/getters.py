@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ztk.core.runtime import Tier
 from ztk.deepspeed.collectives.groups import data_parallel_group_of, sequence_group_of
-from ztk.deepspeed.config.parsed import DeepSpeedConfig
+from ztk.deepspeed.config.settings import DeepSpeedConfig
 from ztk.deepspeed.tools.answers import method
 from ztk.train.engine import Engine
 

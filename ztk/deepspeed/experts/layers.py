@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from ztk.core.runtime import Topology
-from ztk.deepspeed.config.experts import LayerOptions
+from ztk.deepspeed.config.parallel import LayerOptions
 from ztk.parallel.moe import MoE
 
 # Arguments of `MoE` -> fields of its policy. The others are attributes of the layer, or built into it.

@@ -42,7 +42,7 @@ TOP: dict[str, str] = {  # names in `deepspeed`
     "ztk.deepspeed.engine.deepspeed_engine": "DeepSpeedEngine",
     "ztk.deepspeed.tools.helpers": "OnDevice",
     "ztk.deepspeed.generation.hybrid": "DeepSpeedHybridEngine",
-    "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
+    "ztk.deepspeed.config.settings": "DeepSpeedConfig",
     "ztk.deepspeed.start.entry": "initialize",
     "ztk.deepspeed.tools.log": "log_dist logger",
     "ztk.deepspeed.names": "install",
@@ -152,7 +152,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizers.sharded": "BF16_Optimizer"},
     "deepspeed.runtime.config": {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
-        "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
+        "ztk.deepspeed.config.settings": "DeepSpeedConfig",
     },
     "deepspeed.runtime.engine": {
         "ztk.deepspeed.engine.deepspeed_engine": (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.deepspeed.config.batch import BatchSizes
+from ztk.deepspeed.config.top import BatchSizes
 from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.start.loader import RepeatingLoader
 from ztk.parallel.pipeline import MicroBatch

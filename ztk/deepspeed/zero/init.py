@@ -16,9 +16,8 @@ from ztk.core.runtime.io import IoCounters
 from ztk.core.runtime.store import DeviceStore, Store
 from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings
-from ztk.deepspeed.config.offload import read_offload
 from ztk.deepspeed.config.source import read_source
-from ztk.deepspeed.config.zero import Zero
+from ztk.deepspeed.config.zero import Zero, read_offload
 from ztk.deepspeed.start.process import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.zero.offload import NvmeStore, OffloadPolicy

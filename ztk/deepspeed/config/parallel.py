@@ -1,8 +1,12 @@
-"""tensor_parallel: the number of ranks that share a layer, and how layers are cut."""
+"""Sections that divide a model over ranks: tensor_parallel, expert_parallel and moe.
+
+expert_parallel (DeepSpeed's AutoEP) spreads the experts of a Hugging Face model over ranks. moe, with moe_expert_parallel_size, has
+arguments for a model's `MoE` layers; guides recommend it, but DeepSpeed itself ignores it.
+"""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -10,12 +14,15 @@ from torch import nn
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
+    at_least,
     boolean,
     fixed,
     hint,
     one_of,
+    optional,
     read_section,
     takes,
+    text,
     whole_number,
 )
 from ztk.parallel.tensor import TensorPolicy, plan_of
@@ -31,7 +38,7 @@ _TP = {
     "tp_group": fixed(None, why=f"{_GROUP}; leave it out"),
 }
 # Guides write tp_size and its neighbours at the top of the section; DeepSpeed itself reads them only inside "tp".
-KEYS = _TP | {
+_TENSOR_KEYS = _TP | {
     "autotp_size": takes(whole_number(0)),
     "tp": takes(anything),
     "dtype": hint(anything, "bf16 and fp16 say in which dtype the model trains"),
@@ -100,7 +107,7 @@ def read_tensor_parallel(given: object, *, world_size: int, findings: Findings) 
     """Reads the section for `world_size` ranks."""
     if given is None:
         return TensorSettings()
-    values = read_section(given, path="tensor_parallel.", keys=KEYS, findings=findings)
+    values = read_section(given, path="tensor_parallel.", keys=_TENSOR_KEYS, findings=findings)
     inner = values.get("tp")
     nested = {} if inner is None else read_section(inner, path="tensor_parallel.tp.", keys=_TP, findings=findings)
     degrees = {values.get("autotp_size") or 1, values.get("tp_size", 1), nested.get("tp_size", 1)} - {1}
@@ -152,3 +159,121 @@ def _is_expression(pattern: object) -> bool:
     except (re.error, TypeError):
         return False
     return True
+
+
+_FOUND = "layers, their sizes and their routing are the model's own; only the experts are spread"
+_OWN = "the model's own forward runs its experts"
+_WIRES = "tokens are sent by ztk's own all-to-all, as many rows as were routed"
+_ROUTING = "the model routes as it always does; change its configuration instead, and leave it out"
+_EXPERT_KEYS = {
+    "enabled": takes(boolean),
+    "autoep_size": takes(whole_number(1)),
+    "moe_layer_pattern": takes(optional(text)),
+    "expert_tensor_parallel_size": fixed(1, why="an expert is never cut over ranks; use 1 and raise autoep_size"),
+    "validate_folding_routing": hint(boolean, _FOUND, usual=(False,)),
+    "async_split_plan": hint(boolean, _WIRES, usual=(False,)),
+    **{
+        name: hint(anything, _FOUND, usual=(None, "auto"))
+        for name in (
+            *("preset_model", "expert_pattern", "router_pattern", "expert_w1", "expert_w2", "expert_w3"),
+            *("num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern"),
+            *("shared_experts_gate_pattern", "expert_activation"),
+        )
+    },
+    "use_grouped_mm": hint(boolean, _OWN, usual=(True,)),
+    "disable_triton_grouped_mm": hint(boolean, _OWN, usual=(False,)),
+    "combine_impl": hint(one_of("auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"), _OWN, usual=("auto",)),
+    "row_weighting_impl": hint(one_of("auto", "eager", "fused"), _OWN, usual=("auto",)),
+    "gate_up_impl": hint(one_of("separate", "fused"), _OWN, usual=("separate",)),
+    "comm_backend": fixed("comm", why="not offered by ztk; use 'comm'"),
+    "comm_num_sm": hint(whole_number(), _WIRES, usual=(12,)),
+    "comm_qp_margin": hint(whole_number(), _WIRES, usual=(4,)),
+    "comm_max_tokens_per_rank": hint(whole_number(), _WIRES, usual=(0,)),
+    "route_norm": fixed(None, why=_ROUTING),
+    "route_scale": fixed(1.0, 1, why=_ROUTING),
+    "score_apply": fixed("auto", why=_ROUTING),
+    "score_func": fixed("auto", why=_ROUTING),
+    "top_k": fixed("auto", why=_ROUTING),
+    "routed_scaling_factor": fixed("auto", why=_ROUTING),
+    "num_expert_groups": fixed(None, why=_ROUTING),
+    "num_limited_groups": fixed(None, why=_ROUTING),
+    "load_balance_coeff": fixed(None, why="DeepSpeed has no use for it either; leave it out"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertParallel:
+    """The number of ranks over which experts are spread, and a regular expression for the names of the layers, or None for all with
+    experts.
+    """
+
+    size: int = 1
+    pattern: str | None = None
+
+
+def read_expert_parallel(given: object, *, findings: Findings) -> ExpertParallel:
+    """Reads the section. Returns defaults if it is off or missing."""
+    if given is None:
+        return ExpertParallel()
+    values = read_section(given, path="expert_parallel.", keys=_EXPERT_KEYS, findings=findings)
+    if not values.get("enabled", False):
+        return ExpertParallel()
+    return ExpertParallel(size=values.get("autoep_size", 1), pattern=values.get("moe_layer_pattern"))
+
+
+_BUILT = "belongs to the layer that the script makes"
+_LAYER_KEYS = {
+    "enabled": takes(boolean),
+    "ep_size": takes(whole_number(1)),
+    "num_experts": takes(whole_number(1)),
+    "k": takes(whole_number(1)),
+    "capacity_factor": takes(at_least(0)),
+    "eval_capacity_factor": takes(at_least(0)),
+    "min_capacity": takes(whole_number(0)),
+    "use_residual": takes(boolean),
+    "noisy_gate_policy": takes(optional(one_of("Jitter", "RSample"))),
+    "drop_tokens": takes(boolean),
+    "use_rts": takes(boolean),
+    "top2_2nd_expert_sampling": takes(boolean),
+    "moe_param_group": hint(
+        boolean, "experts may be in any parameter group; ztk reduces their gradients rightly in each"
+    ),
+    "use_tutel": fixed(False, why=f"{_BUILT}, and ztk routes by its own kernels; leave it out"),
+    "enable_expert_tensor_parallelism": fixed(False, why="an expert is never cut over ranks; leave it out"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions:
+    """Arguments of `MoE` by name, for layers that use the defaults. A layer with another value is rejected."""
+
+    values: dict[str, object] = field(default_factory=dict)
+
+
+def read_moe(given: dict, *, top: dict, findings: Findings) -> LayerOptions:
+    """Reads the sections. given: the full configuration. top: its effective top-level values. A disabled section has no effect."""
+    section = given.get("moe")
+    values = {} if section is None else read_section(section, path="moe.", keys=_LAYER_KEYS, findings=findings)
+    is_on = values.pop("enabled", True)
+    values = values if is_on else {}
+    size = top.get("moe_expert_parallel_size")
+    if size is not None and not is_on and size > 1:
+        findings.faults.append(f"moe_expert_parallel_size={size}: asks for experts, and moe.enabled is false; keep one")
+    if size is not None and values.setdefault("ep_size", size) != size:
+        findings.faults.append(f"moe_expert_parallel_size={size}: moe.ep_size={values['ep_size']} differs; keep one")
+    return LayerOptions(values=values)
+
+
+def join_sizes(experts: ExpertParallel, *, options: LayerOptions, ranks: int, findings: Findings) -> ExpertParallel:
+    """Combines both sections: the number of data-parallel ranks over which experts are spread."""
+    sizes = {"expert_parallel.autoep_size": experts.size, "moe.ep_size": options.values.get("ep_size", 1)}
+    asked = {key: size for key, size in sizes.items() if size > 1}
+    if len(set(asked.values())) > 1:
+        findings.faults.append(f"{' and '.join(f'{key}={size}' for key, size in asked.items())}: keep one")
+    for key, size in asked.items():
+        if ranks % size:
+            findings.faults.append(
+                f"{key}={size}: {ranks} data-parallel rank{'s' if ranks > 1 else ''} cannot be divided by {size}; start a multiple of "
+                f"{size}, or write a divisor of {ranks}"
+            )
+    return ExpertParallel(size=max(sizes.values()), pattern=experts.pattern)
