@@ -54,8 +54,8 @@ ACCEPTED = {
     "grad_accum_dtype null": (
         {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": None}},
         "data_types.grad_accum_dtype=None: stands for the default",
-        lambda made: (made.grad_accum_dtype, made.precision),
-        (None, parse(bf16={"enabled": True}).precision),
+        lambda made: made.precision,
+        parse(bf16={"enabled": True}).precision,
     ),
     "number_checkpoints alone": (
         {"activation_checkpointing": {"number_checkpoints": 4}},

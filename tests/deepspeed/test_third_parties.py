@@ -67,7 +67,7 @@ def test_openrlhf(stage, precision):
     for offload, adam_offload, trains in itertools.product((False, True), repeat=3):
         config = openrlhf(stage=stage, offload=offload, adam_offload=adam_offload, precision=precision, trains=trains)
         made = parse(config)
-        assert (made.zero.stage, made.batch.accumulation, made.grad_accum_dtype) == (stage, 2, None)
+        assert (made.zero.stage, made.batch.accumulation, made.precision.reduce_dtype) == (stage, 2, None)
         assert made.precision.dtype.itemsize == 2 and made.gradient_clipping == 1.0
         assert made.offload.optimizer == ("cpu" if adam_offload and trains else "none")
         assert made.offload.parameters == ("cpu" if offload and stage == 3 else "none")

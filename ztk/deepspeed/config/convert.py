@@ -107,7 +107,7 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
             settings.precision.bf16_states
         ),
         "managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps": (
-            not settings.managed_accumulation
+            not settings.managed_gradient_accumulation
         ),
         "optimizer.params.bias_correction: run.py always corrects the bias": (
             settings.optimizer is not None and not settings.optimizer.bias_correction

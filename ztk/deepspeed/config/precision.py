@@ -90,7 +90,6 @@ class Precision:
         self._is_scaled = self.fp16 or self.autocast is torch.float16
         self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self._is_scaled else 0.0
         self.casts_inputs = self.fp16 and fp16.get("auto_cast", True)
-        self.grad_accum_dtype = types.get("grad_accum_dtype")
         word = types.get("buffer_dtype")
         self.buffer_dtype = None if word is None else DTYPES[_WORDS[word]]
         if self.fp16 and self.bf16:

@@ -1,7 +1,7 @@
 """A full configuration: read, checked, converted to policies, and shown under DeepSpeed's attribute names."""
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import torch
@@ -34,6 +34,7 @@ from ztk.deepspeed.config.top import (
     KEYS,
     Averaging,
     BatchSizes,
+    TopLevel,
     check_absent,
     read_averaging,
     read_checkpoint,
@@ -47,11 +48,10 @@ from ztk.zero.offload import OffloadPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(TopLevel):
     """A configuration in the form that the engine uses.
 
     optimizer, schedule, activation_checkpointing, hybrid: None without such a section.
-    managed_accumulation: the engine counts micro-batches. Otherwise every `step()` is an optimizer step.
     autocast: the dtype of torch.autocast around the forward.
     buffer_dtype: of floating-point buffers. None keeps the model's dtypes.
     static_loss_scale: 0 for dynamic.
@@ -61,10 +61,8 @@ class Settings:
     given: dict = field(repr=False)
     batch: BatchSizes
     averaging: Averaging
-    managed_accumulation: bool
     autocast: torch.dtype | None
     precision: PrecisionPolicy
-    grad_accum_dtype: str | None
     buffer_dtype: torch.dtype | None
     static_loss_scale: float
     casts_inputs: bool
@@ -81,15 +79,7 @@ class Settings:
     moe_layers: LayerOptions
     hybrid: Hybrid | None
     gradient_clipping: float
-    skip_unused: bool
-    communication_data_type: str | None
-    steps_per_print: int | None
-    wall_clock_breakdown: bool
-    memory_breakdown: bool
-    dump_state: bool
     watching: Watching
-    drop_last: bool
-    log_level: str | None
     tag_validation: str
     notes: tuple[str, ...]
 
@@ -105,13 +95,12 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     zero = Zero(given.get("zero_optimization", {}), findings=findings)
     precision = Precision(given, top=top, stage=zero.stage, findings=findings)
     made = Settings(
+        **{key.name: top[key.name] for key in fields(TopLevel) if key.name in top},
         given=given,
         batch=batch,
         averaging=averaging,
-        managed_accumulation=top.get("managed_gradient_accumulation", True),
         autocast=precision.autocast,
         precision=precision.policy,
-        grad_accum_dtype=precision.grad_accum_dtype,
         buffer_dtype=precision.buffer_dtype,
         static_loss_scale=precision.static_loss_scale,
         casts_inputs=precision.casts_inputs,
@@ -143,15 +132,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
             findings=findings,
         ),
         gradient_clipping=clip,
-        skip_unused=top.get("skip_unused", False),
-        communication_data_type=top.get("communication_data_type"),
-        steps_per_print=top.get("steps_per_print"),
-        wall_clock_breakdown=top.get("wall_clock_breakdown", False),
-        memory_breakdown=top.get("memory_breakdown", False),
-        dump_state=top.get("dump_state", False),
         watching=read_watching(given, findings=findings),
-        drop_last=top.get("dataloader_drop_last", False),
-        log_level=top.get("log_level"),
         tag_validation=read_checkpoint(given.get("checkpoint", {}), findings=findings),
         notes=(),
     )

@@ -5,6 +5,7 @@ A disabled unsupported section is accepted, but its keys are checked: a misspelt
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config import watching
@@ -16,6 +17,7 @@ from ztk.deepspeed.config.keys import (
     boolean,
     fixed,
     hint,
+    keys_of,
     nearest,
     number,
     one_of,
@@ -199,6 +201,24 @@ def _positive(value: object) -> float:
     return number(value)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopLevel:
+    """The keys of the top level that no other key affects.
+
+    managed_gradient_accumulation: the engine counts micro-batches. Otherwise every `step()` is an optimizer step.
+    steps_per_print: None for never.
+    """
+
+    managed_gradient_accumulation: bool = True
+    skip_unused: bool = False
+    dataloader_drop_last: bool = False
+    steps_per_print: Annotated[int | None, optional(_steps)] = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: Annotated[str | None, optional(one_of(*LEVELS))] = None
+
+
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"),
     *("optimizer", "scheduler", "aio", "checkpoint", "activation_checkpointing", "pipeline"),
@@ -209,20 +229,14 @@ _SECTIONS = (
 KEYS: dict[str, Key] = {
     **{name: takes(anything) for name in _SECTIONS},
     **_BATCH_KEYS,
+    **keys_of(TopLevel),
     "moe_expert_parallel_size": takes(whole_number(1)),
-    "steps_per_print": takes(optional(_steps)),
     "gradient_clipping": takes(at_least(0), null="stands for the default, which clips at 1.0; write 0 for no clipping"),
     "communication_data_type": takes(optional(dtype_word)),
-    "wall_clock_breakdown": takes(boolean),
-    "memory_breakdown": takes(boolean),
-    "dataloader_drop_last": takes(boolean),
-    "log_level": takes(optional(one_of(*LEVELS))),
     "zero_allow_untested_optimizer": hint(
         boolean, "every class of optimizer is tried when it is passed, and refused if shards cannot run it"
     ),
-    "skip_unused": takes(boolean),
     "zero_force_ds_cpu_optimizer": hint(boolean, "there is one optimizer, for every place"),
-    "managed_gradient_accumulation": takes(boolean),
     **dict.fromkeys(
         (
             "zero_optimization.reduce_bucket_size",
@@ -241,7 +255,6 @@ KEYS: dict[str, Key] = {
     "data_parallel_size": takes(whole_number(1)),
     "disable_allgather": fixed(False, why=_NOT_YET),
     "disable_python_gc": fixed(False, why=_NOT_YET),
-    "dump_state": takes(boolean),
     "vocabulary_size": fixed(None, why=_NOT_YET),
     "use_data_before_expert_parallelism": fixed(False, why=_NOT_YET),
 }

@@ -154,12 +154,12 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._announce()
         take_assigned(self.engine)
         assert self.optimizer is not None
-        if not self.settings.managed_accumulation and self.engine.has_gradients:
+        if not self.settings.managed_gradient_accumulation and self.engine.has_gradients:
             self.engine.reduce_gradients()  # the backwards did not reduce, because they were not known to be the last ones
         self.optimizer.step_of_engine()
         batch = self.settings.batch
         micro = batch.train // batch.accumulation
-        self.global_samples += batch.train if self.settings.managed_accumulation else micro * self._backwards
+        self.global_samples += batch.train if self.settings.managed_gradient_accumulation else micro * self._backwards
         self._backwards = 0
         assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
@@ -243,7 +243,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether the optimizer steps at the next `step()`."""
-        if not self.settings.managed_accumulation:
+        if not self.settings.managed_gradient_accumulation:
             return self._in_step
         if self._boundary is not None:
             return self._boundary
@@ -317,7 +317,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
             process=self.engine.process,
-            drop_last=self.settings.drop_last,
+            drop_last=self.settings.dataloader_drop_last,
             route=route,
             pin_memory=pin_memory,
             sampler=data_sampler,
@@ -336,7 +336,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         take_changes(self.engine)
 
     def _need_managed(self, operation: str) -> None:
-        if not self.settings.managed_accumulation:
+        if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
                 f"{operation}() with managed_gradient_accumulation=false: every engine.step() ends a step there; leave one of them out"
             )

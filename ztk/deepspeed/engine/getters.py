@@ -59,7 +59,9 @@ class Getters:
     wall_clock_breakdown = method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
     memory_breakdown = method("settings.memory_breakdown", "Whether memory is printed with the times.")
     dump_state = method("settings.dump_state", "Whether the configuration is printed at the start.")
-    dataloader_drop_last = method("settings.drop_last", "Whether a loader leaves out a last batch that is not full.")
+    dataloader_drop_last = method(
+        "settings.dataloader_drop_last", "Whether a loader leaves out a last batch that is not full."
+    )
 
     device = property(attrgetter("engine.process.device"))
     local_rank = property(attrgetter("engine.process.local_rank"), doc="This rank's place on its machine.")

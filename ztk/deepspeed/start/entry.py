@@ -75,7 +75,7 @@ def initialize(
     process = in_sequences(process, mesh_param=mesh_param, config=read_source(source))
     settings = parse_config(source, world_size=process.mesh.replicas)
     check_asked_dtype(model, settings=settings)
-    if is_pipeline and not settings.managed_accumulation:
+    if is_pipeline and not settings.managed_gradient_accumulation:
         raise ValueError("managed_gradient_accumulation=false: a pipeline's train_batch() is one step; leave it out")
     _check_hybrid(model, settings=settings)
     show_messages(settings.log_level)
