@@ -14,19 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ztk.core.runtime import Comm
 from ztk.core.runtime.comm import connect_groups
 from ztk.deepspeed.config import DeepSpeedConfigError, read_source
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.modules import ActivationCheckpointing, read_activation_checkpointing
-from ztk.deepspeed.recompute.random import (
-    CudaRNGStatesTracker,
-    get_cuda_rng_tracker,
-    repeating,
-    reseed_model_parallel,
-    seed_model_parallel,
-)
 from ztk.deepspeed.start.process import this_process
 from ztk.deepspeed.tools.device import get_accelerator
 from ztk.deepspeed.tools.log import logger
@@ -46,6 +40,72 @@ __all__ = [
     "reset",
     "set_num_layers",
 ]
+
+
+_OFFSET = 2718  # between the seeds of the default generator and of MODEL_PARALLEL, as in Megatron
+MODEL_PARALLEL = (
+    "model-parallel-rng"  # name in DeepSpeed and Megatron for the state that differs between tensor-parallel ranks
+)
+
+
+class CudaRNGStatesTracker:
+    """Named random states of the GPU's generator, or of the CPU's without a GPU."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Removes all states."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Returns the states by name, uint8 [n] each."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replaces all states, uint8 [n] each."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a state that starts from `seed`. Raises ValueError if name or seed are in use."""
+        if seed in self.seeds_:
+            raise ValueError(
+                f"seed {seed} already exists: two states of one seed would draw the same numbers; use another"
+            )
+        if name in self.states_:
+            raise ValueError(f"cuda rng state {name} already exists: use another name, or reset()")
+        self.seeds_.add(seed)
+        accelerator = get_accelerator()
+        before = accelerator.get_rng_state()
+        accelerator.manual_seed(seed)
+        self.states_[name] = accelerator.get_rng_state()
+        accelerator.set_rng_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draws random numbers inside from the state `name`, which advances. The default state does not change.
+
+        Raises ValueError for a name that was not added.
+        """
+        if name not in self.states_:
+            raise ValueError(f"cuda rng state {name} is not added: call add({name!r}, seed) before")
+        accelerator = get_accelerator()
+        before = accelerator.get_rng_state()
+        accelerator.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Returns this process's tracker."""
+    return _tracker
 
 
 class _Checkpointing:
@@ -81,13 +141,18 @@ class _Checkpointing:
 
     def _around(self) -> tuple[Any, Any]:
         """Returns contexts for a forward and its repetition: named random states, synchronization and timing."""
-        states = get_cuda_rng_tracker().get_states()
+        states = _tracker.get_states()
         return self._observed("forward"), self._repeated(states)
 
     @contextmanager
-    def _repeated(self, states: dict) -> Iterator[None]:
-        with self._observed("recomputed forward"), repeating(states):
-            yield
+    def _repeated(self, states: dict[str, Tensor]) -> Iterator[None]:
+        now = _tracker.get_states()
+        _tracker.set_states(states)
+        try:
+            with self._observed("recomputed forward"):
+                yield
+        finally:
+            _tracker.set_states(now)
 
     @contextmanager
     def _observed(self, name: str) -> Iterator[None]:
@@ -204,12 +269,15 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds the default generator with `seed`, and the state "model-parallel-rng" with a different seed on each tensor-parallel rank."""
-    seed_model_parallel(seed, rank=_tensor_parallel_rank())
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL, seed + _OFFSET + _tensor_parallel_rank())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seeds the state "model-parallel-rng" again."""
-    reseed_model_parallel(seed, rank=_tensor_parallel_rank())
+    with _tracker.fork():
+        get_accelerator().manual_seed(seed + _OFFSET + _tensor_parallel_rank())
 
 
 def _tensor_parallel_rank() -> int:
