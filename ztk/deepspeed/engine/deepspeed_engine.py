@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ztk.core.runtime import Topology
@@ -94,7 +95,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self._begin_training()
         self._states.need(StateKind.lp_params, operation="forward")
         if self.settings.casts_inputs:
-            args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
+            args, kwargs = tree_map_only(Tensor, _halved, (args, kwargs))
         with naming_buffers(self.module, dtype=self.settings.precision.dtype), self._watcher.forward(), self.autocast():
             output = self.engine(*args, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
@@ -415,12 +416,5 @@ def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager:
     return engine.autocast()
 
 
-def _cast(value: Any, *, dtype: torch.dtype) -> Any:
-    """Casts floating-point tensors in tuples, lists and dicts to `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype=dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast(item, dtype=dtype) for key, item in value.items()}
-    return value
+def _halved(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -1,7 +1,6 @@
 """The engine of a `PipelineModule`, which trains whole batches. Losses have the output dtype of the last stage."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from ztk.deepspeed.config.top import BatchSizes
 from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.start.loader import RepeatingLoader
+from ztk.deepspeed.tools.helpers import map_nested
 from ztk.parallel.pipeline import MicroBatch
 from ztk.train.engine.pipeline import PipelineEngine as PipelinedEngine
 
@@ -115,8 +115,11 @@ class PipelineEngine(DeepSpeedEngine):
             batch = batch if self.batch_fn is None else self.batch_fn(batch)
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 raise ValueError("a pipeline's batches are (inputs, labels); set_batch_fn makes them of others")
-            batches.append(tuple(_placed(part, device=self.device) for part in batch))
+            batches.append(tuple(map_nested(part, self._placed) for part in batch))
         return batches
+
+    def _placed(self, value: object) -> object:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _set_batch(self, batch: BatchSizes) -> None:
         self.micro_batches = batch.accumulation
@@ -188,13 +191,3 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     backward = step = forward
-
-
-def _placed(value: object, *, device: torch.device) -> object:
-    """Moves tensors in tuples, lists and dicts to `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    place = partial(_placed, device=device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(place, value))
-    return {key: place(item) for key, item in value.items()} if isinstance(value, dict) else value

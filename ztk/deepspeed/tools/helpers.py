@@ -45,25 +45,28 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 def move_to_device(item: Any, device: object, criterion_func: Callable[[object], bool] | None = None) -> Any:
     """Moves tensors in lists, tuples and dicts to a device. Tensors for which criterion_func is true keep their identity."""
-    if criterion_func is not None and criterion_func(item):
-        item.data = item.to(device).data
-        return item
-    if isinstance(item, (list, tuple)):
-        return type(item)([move_to_device(value, device, criterion_func) for value in item])
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item.to(device) if hasattr(item, "to") else item
+
+    def moved(one: Any) -> Any:
+        if criterion_func is not None and criterion_func(one):
+            one.data = one.to(device).data
+            return one
+        return one.to(device) if hasattr(one, "to") else one
+
+    return map_nested(item, moved)
 
 
 def copy_to_device(item: Any, device: object, criterion_func: Callable[[object], bool]) -> Any:
     """Copies the items for which criterion_func is true, in lists, tuples and dicts. Other items are returned unchanged."""
-    if criterion_func(item):
-        return item.to(device)
+    return map_nested(item, lambda one: one.to(device) if criterion_func(one) else one)
+
+
+def map_nested(item: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns `item` with change(value) in place of every value in its lists, tuples and dicts."""
     if isinstance(item, (list, tuple)):
-        return type(item)([copy_to_device(value, device, criterion_func) for value in item])
+        return type(item)([map_nested(value, change) for value in item])
     if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item
+        return {key: map_nested(value, change) for key, value in item.items()}
+    return change(item)
 
 
 def clip_grad_norm_(
