@@ -1,7 +1,6 @@
 """`init_inference`: builds an inference engine from a script's model and configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from ztk.deepspeed.start.mesh import arranged, parts_of
 from ztk.deepspeed.start.process import arrange, this_process
 from ztk.deepspeed.tools.log import logger, show_messages
 from ztk.hf.kernels import inject_kernels
-from ztk.parallel.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
+from ztk.parallel.tensor import TensorPolicy, plan_of, shard_tensors
 from ztk.zero.parameters.partitioned import partitioned_of
 
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models with permanently cut layers -> number of ranks
@@ -46,7 +45,7 @@ def init_inference(model: nn.Module, config: object = None, **kwargs: object) ->
     if settings.checkpoint is not None:
         load_weights(model, checkpoint=settings.checkpoint, base_dir=settings.base_dir)
     injection = inject_kernels(model) if settings.replace_with_kernel_inject else None
-    parts = cut.apply(model, process=process) if cut is not None else None
+    parts = _cut_model(model, policy=cut, process=process) if cut is not None else None
     streaming = _placed(model, config=settings, zero=zero, process=process, parts=parts)
     if parts is not None:
         _share_random_states(process.mesh.comm("tp"))
@@ -120,26 +119,17 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
         raise ValueError("model: lies on the meta device and has no weights; give checkpoint=")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
-    """The cut of a model over the tensor-parallel ranks. by_policy: None for the model's own plan."""
-
-    by_policy: dict[str, TensorRule] | None
-
-    def apply(self, model: nn.Module, *, process: Process) -> dict[str, Part]:
-        """Cuts the model. A collective call."""
-        degree = process.mesh.comm("tp").size
-        policy = TensorPolicy(plan=self.by_policy)
-        _cut[model] = degree
-        try:
-            parts = shard_tensors(model, mesh=process.mesh, policy=policy).parts
-        except ValueError as error:
-            raise ValueError(f"tensor_parallel.tp_size={degree}: {error}") from None
-        return parts
+def _cut_model(model: nn.Module, *, policy: TensorPolicy, process: Process) -> dict[str, Part]:
+    """Cuts the model over the tensor-parallel ranks. A collective call."""
+    _cut[model] = degree = process.mesh.comm("tp").size
+    try:
+        return shard_tensors(model, mesh=process.mesh, policy=policy).parts
+    except ValueError as error:
+        raise ValueError(f"tensor_parallel.tp_size={degree}: {error}") from None
 
 
-def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Process) -> _Cut | None:
-    """Returns the cut, or None if every rank has the full model. Raises ValueError if there is neither a policy nor a plan."""
+def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Process) -> TensorPolicy | None:
+    """Returns the plan of the cut, or None if every rank has the full model. Raises ValueError if there is neither a policy nor a plan."""
     if process.mesh.comm("tp").size == 1:
         return None
     # pyrefly: ignore[missing-attribute]  # with mpu the model has parts
@@ -149,7 +139,7 @@ def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Proc
     if config.injection_policy_tuple is not None:
         policy = policy_of(model, suffixes=config.injection_policy_tuple)
     if policy is not None:
-        return _Cut(by_policy=rules_of_policy(model, policy=policy))
+        return TensorPolicy(plan=rules_of_policy(model, policy=policy))
     try:
         plan_of(model)
     except ValueError:
@@ -159,7 +149,7 @@ def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Proc
             "{class of its layers: ends of names of the linear layers whose results are summed}, as {OPTDecoderLayer: "
             "('self_attn.out_proj', 'fc2')}, or use tp_size=1"
         ) from None
-    return _Cut(by_policy=None)
+    return TensorPolicy()
 
 
 def _placed(
