@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from ztk.deepspeed.tools.log import logger
+from ztk.deepspeed.tools.timers import trim_mean
 
 _PARTS = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 _SUMS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
@@ -18,7 +19,6 @@ _EXCHANGES = ("all_to_all", "all_to_all_single")
 _COLUMNS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)")
 _BANDWIDTHS = ("tput_avg (Gbps)", "busbw_avg (Gbps)")
 _STRAGGLER = ("Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
-_TRIM = 0.1  # fraction of the calls that an average drops at either end
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,9 +76,9 @@ class Calls:
         return {
             "count": len(self.seconds),
             "total_latency_ms": 1000 * sum(self.seconds),
-            "avg_latency_ms": 1000 * trimmed_mean(self.seconds),
-            "tput_avg_gbps": trimmed_mean([rate.algbw for rate in rates]),
-            "busbw_avg_gbps": trimmed_mean([rate.busbw for rate in rates]),
+            "avg_latency_ms": 1000 * trim_mean(self.seconds),
+            "tput_avg_gbps": trim_mean([rate.algbw for rate in rates]),
+            "busbw_avg_gbps": trim_mean([rate.busbw for rate in rates]),
             "msg_size_bytes": self.nbytes,
             "msg_size_str": size_text(self.nbytes),
         }
@@ -134,8 +134,8 @@ class CommsLog:
                     "count": len(seconds),
                     "total_comm_lat_ms": 1000 * sum(fastest),
                     "total_straggler_ms": 1000 * sum(late),
-                    "avg_comm_lat_ms": 1000 * trimmed_mean(fastest),
-                    "avg_straggler_ms": 1000 * trimmed_mean(late),
+                    "avg_comm_lat_ms": 1000 * trim_mean(fastest),
+                    "avg_straggler_ms": 1000 * trim_mean(late),
                     "msg_size_bytes": size,
                     "msg_size_str": size_text(size),
                 }
@@ -179,13 +179,6 @@ def _rows(part: dict, *, keys: tuple[str, ...]) -> list[str]:
 
 def _row(*cells: object) -> str:
     return "".join(f"{cell!s:<20}" for cell in cells).rstrip()
-
-
-def trimmed_mean(values: list[float]) -> float:
-    """Returns the mean without a tenth of the values at either end."""
-    cut = int(len(values) * _TRIM)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
 
 
 def size_text(nbytes: float) -> str:

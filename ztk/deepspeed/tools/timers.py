@@ -56,7 +56,7 @@ class Timer:
 
     def mean(self) -> float:
         """Returns the mean milliseconds of a span, without the longest and the shortest tenth."""
-        return 1000 * trim_mean(self._spans, 0.1)
+        return 1000 * trim_mean(self._spans)
 
 
 class SynchronizedWallClockTimer:
@@ -197,7 +197,7 @@ class ThroughputTimer:
         return now() if self.config.synchronized else time.perf_counter()
 
 
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+def trim_mean(data: Sequence[float], trim_percent: float = 0.1) -> float:
     """Returns the mean without the fraction `trim_percent` of the values at each end; 0 for no values.
 
     Raises ValueError for a fraction outside 0 to 0.5.
