@@ -1,14 +1,12 @@
 """The hybrid engine: texts from the training shards, and the other attributes that DeepSpeed-Chat's scripts read."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.deepspeed import hybrid
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.generation.asked import read_call
-from ztk.deepspeed.generation.texts import Situation, structure_refusal
+from ztk.deepspeed.generation.texts import situation_refusal, structure_refusal
 from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.rl.rollout.weights import RolloutWeights
 
@@ -66,23 +64,23 @@ def test_ranks_agree_on_who_draws_and_say_so_once(ranks):
 
 def test_what_a_model_is_not_computed_for():
     """By the situation, and by modules that its configuration does not have."""
-    fits = Situation(
-        streams=False,
-        devices=frozenset({"cpu"}),
-        dtypes=frozenset({torch.bfloat16}),
-        elements=1000,
-        most_elements=1000,
-        free_bytes=8000,
-    )
-    assert fits.refusal() is None
+    fits = {
+        "streams": False,
+        "device": "cpu",
+        "dtypes": {torch.bfloat16},
+        "elements": 1000,
+        "most_elements": 1000,
+        "free_bytes": 8000,
+    }
+    assert situation_refusal(**fits) is None
     for change, reason in (
         ({"streams": True}, "a unit at a time"),
-        ({"devices": frozenset({"cuda"})}, "not on the CPU"),
-        ({"dtypes": frozenset({torch.float64})}, "float32, bfloat16 and float16"),
+        ({"device": "cuda"}, "not on the CPU"),
+        ({"dtypes": {torch.float64}}, "float32, bfloat16 and float16"),
         ({"most_elements": 999}, "stage3_max_live_parameters=999"),
         ({"free_bytes": 7999}, "are free"),
     ):
-        assert reason in replace(fits, **change).refusal()
+        assert reason in situation_refusal(**fits | change)
     assert structure_refusal(hybrid.tiny()) is None and structure_refusal(hybrid.tiny(adapters=True)) is None
     model = hybrid.tiny()
     model.model.decoder.layers[1].activation_fn = torch.nn.GELU()

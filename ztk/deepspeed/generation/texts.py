@@ -6,7 +6,6 @@ weights between two texts thus has an effect. The copy is freed after the text.
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,37 +26,6 @@ _MOST_SEQUENCES = 64  # in one step
 _COPIES = 2  # copies of the weights during reading: as read, and in the processor's own layout
 _ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
-    """Properties that affect all calls. streams: parameters are gathered one unit at a time. elements: of the model.
-
-    most_elements: limit of gathered elements, or None if all parameters are on every rank. free_bytes: this rank's part of main memory.
-    """
-
-    streams: bool
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
-    elements: int
-    most_elements: int | None
-    free_bytes: int
-
-    def refusal(self) -> str | None:
-        """The reason for using transformers' loop, or None."""
-        if self.streams:
-            return "parameters are gathered a unit at a time (pin_parameters=false or inference_tp_size above 1)"
-        if self.devices != {"cpu"}:
-            return "the model is not on the CPU, where the inference engine would compute"
-        if not self.dtypes <= _DTYPES:
-            return "the inference engine takes weights of float32, bfloat16 and float16"
-        if self.most_elements is not None and self.elements > self.most_elements:
-            return (
-                f"a copy has {self.elements:,} parameters, more than stage3_max_live_parameters={self.most_elements:,}"
-            )
-        if (needed := _COPIES * 4 * self.elements) > self.free_bytes:
-            return f"reading a copy takes {needed / 2**20:,.0f} MiB, and {self.free_bytes / 2**20:,.0f} MiB are free"
-        return None
 
 
 class EngineTexts:
@@ -120,7 +88,16 @@ class EngineTexts:
         return generator
 
     def _refusal(self) -> str | None:
-        if (refusal := self._situation().refusal()) is not None:
+        zero, process = self._engine.zero, self._engine.process
+        refusal = situation_refusal(
+            streams=self._streams,
+            device=process.device.type,
+            dtypes={parameter.dtype for parameter in self._model.parameters()},
+            elements=self._engine.num_parameters,
+            most_elements=zero.policy.max_kept_parameters if self._shards else None,
+            free_bytes=free_memory() // process.local_world_size,
+        )
+        if refusal is not None:
             return refusal
         if self._max_len == 0 and self._model_refusal is None:
             self._look_at_model()
@@ -131,17 +108,6 @@ class EngineTexts:
         if any(layer.fuse_lora for layer in adapted_layers(self._model).values()):
             return "adapters are merged by hand"
         return None
-
-    def _situation(self) -> Situation:
-        zero, process = self._engine.zero, self._engine.process
-        return Situation(
-            streams=self._streams,
-            devices=frozenset({process.device.type}),
-            dtypes=frozenset(parameter.dtype for parameter in self._model.parameters()),
-            elements=self._engine.num_parameters,
-            most_elements=zero.policy.max_kept_parameters if self._shards else None,
-            free_bytes=free_memory() // process.local_world_size,
-        )
 
     def _look_at_model(self) -> None:
         refusal = structure_refusal(self._model)
@@ -178,6 +144,33 @@ class _Source:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full parameters. A collective call."""
         return merged_parameters(self.module, read=self._read)
+
+
+def situation_refusal(
+    *,
+    streams: bool,
+    device: str,
+    dtypes: set[torch.dtype],
+    elements: int,
+    most_elements: int | None,
+    free_bytes: int,
+) -> str | None:
+    """Returns why no call can be answered now, or None.
+
+    streams: parameters are gathered one unit at a time. elements: of the model, in `dtypes`.
+    most_elements: limit of gathered elements, or None if all parameters are on every rank. free_bytes: this rank's part of main memory.
+    """
+    if streams:
+        return "parameters are gathered a unit at a time (pin_parameters=false or inference_tp_size above 1)"
+    if device != "cpu":
+        return "the model is not on the CPU, where the inference engine would compute"
+    if not dtypes <= _DTYPES:
+        return "the inference engine takes weights of float32, bfloat16 and float16"
+    if most_elements is not None and elements > most_elements:
+        return f"a copy has {elements:,} parameters, more than stage3_max_live_parameters={most_elements:,}"
+    if (needed := _COPIES * 4 * elements) > free_bytes:
+        return f"reading a copy takes {needed / 2**20:,.0f} MiB, and {free_bytes / 2**20:,.0f} MiB are free"
+    return None
 
 
 def structure_refusal(model: Any) -> str | None:
