@@ -59,6 +59,7 @@ class Getters:
     wall_clock_breakdown = method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
     memory_breakdown = method("settings.memory_breakdown", "Whether memory is printed with the times.")
     dump_state = method("settings.dump_state", "Whether the configuration is printed at the start.")
+    get_data_parallel_rank = method("engine.process.mesh.replica", "This rank's index among those with different data.")
     dataloader_drop_last = method(
         "settings.dataloader_drop_last", "Whether a loader leaves out a last batch that is not full."
     )
@@ -67,6 +68,11 @@ class Getters:
     local_rank = property(attrgetter("engine.process.local_rank"), doc="This rank's place on its machine.")
     global_rank = property(attrgetter("engine.process.rank"), doc="This rank's place among all.")
     world_size = property(attrgetter("engine.process.world_size"), doc="The number of ranks.")
+    dp_world_size = property(
+        attrgetter("engine.process.mesh.replicas"),
+        doc="Ranks with different data; those that share a sequence count as one.",
+    )
+    mp_world_size = property(attrgetter("engine.process.mesh.topology.tensor"), doc="Ranks that share the layers.")
     config = property(attrgetter("settings.given"), doc="The configuration as it was given.")
     communication_data_type = property(
         attrgetter("engine.zero.gradient_dtype"), doc="The dtype in which gradients are reduced and accumulated."
@@ -160,11 +166,6 @@ class Getters:
             return {}
         return {**clock.step, **{f"{name}_microstep": spent for name, spent in clock.micro.items()}}
 
-    def get_data_parallel_rank(self) -> int:
-        """Returns this rank's index among the ranks with different data."""
-        mesh = self.engine.process.mesh
-        return mesh.comm("data").rank // mesh.topology.sequence
-
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the ranks that share this rank's sequences, or None without sequence parallelism."""
         topology = self.engine.process.mesh.topology
@@ -192,17 +193,6 @@ class Getters:
         return None if self.optimizer is None else self.optimizer.optimizer
 
     @property
-    def dp_world_size(self) -> int:
-        """The number of ranks with different data; ranks that share a sequence count as one."""
-        mesh = self.engine.process.mesh
-        return mesh.comm("data").size // mesh.topology.sequence
-
-    @property
     def seq_dp_world_size(self) -> int:
         """The number of ranks over which gradients are averaged."""
         return self.engine.process.mesh.comm("data").size
-
-    @property
-    def mp_world_size(self) -> int:
-        """The number of ranks that share the layers."""
-        return self.engine.process.mesh.comm("tp").size
