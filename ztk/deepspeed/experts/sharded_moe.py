@@ -1,14 +1,18 @@
-"""DeepSpeed's dense gating functions. They assign tokens to slots of experts and compute their weights.
+"""`deepspeed.moe.sharded_moe`: dense gating, which assigns tokens to slots of experts and computes their weights, and an all-to-all.
 
 T tokens, E experts. C is the capacity, the number of tokens per expert: max(ceil(T / E * k * capacity_factor), min_capacity) if tokens
 are dropped, else the load of the busiest expert. `ztk.parallel.moe.MoE` itself never creates the [T, E, C] tensors. Logits have any
 floating-point dtype; weights and losses are computed in fp32.
 """
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from ztk.parallel.moe.gate import Assignment, GatePolicy, Gating, assign
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ztk.parallel.moe.gate import Assignment, GatePolicy, Gating, assign, jitter, uniform
 
 # (l_aux, combine_weights float32 [T, E, C], dispatch_mask bool [T, E, C], exp_counts int64 [E])
 Gated = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -102,3 +106,76 @@ def _dense(chosen: Assignment, *, num_experts: int) -> Tensor:
     flat = chosen.experts * chosen.capacity + chosen.places.clamp(0, chosen.capacity - 1)
     empty = torch.zeros(tokens, num_experts * chosen.capacity, device=flat.device)
     return empty.scatter_add(1, flat, chosen.weights * chosen.kept).view(tokens, num_experts, chosen.capacity)
+
+
+class TopKGate(nn.Module):
+    """hidden [T, C] -> (l_aux, combine_weights [T, E, C], dispatch_mask [T, E, C], exp_counts [E]).
+
+    `wg` is the gate's linear layer, computed in float32. ep_group: must be None; only `MoE` equalizes capacities across ranks.
+    min_capacity: tokens per expert.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: None = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.ep_group, self.k = ep_group, k
+        self.capacity_factor, self.eval_capacity_factor, self.min_capacity = (
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+        )
+        self.noisy_gate_policy, self.drop_tokens, self.use_rts = noisy_gate_policy, drop_tokens, use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def forward(self, input: Tensor, used_token: Tensor | None = None) -> Gated:
+        """input: [T, model_dim]. used_token: [T], 0 for tokens to ignore. Raises ValueError if it is given with k above 1."""
+        x = input.float()
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            x = jitter(x, uniform=uniform)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x, self.wg.weight.float())
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        common = {"min_capacity": self.min_capacity, "drop_tokens": self.drop_tokens, "ep_group": self.ep_group}
+        if self.k == 1:
+            noise = self.noisy_gate_policy if self.training else None
+            return top1gating(
+                logits, factor, used_token=used_token, noisy_gate_policy=noise, use_rts=self.use_rts, **common
+            )
+        if used_token is not None:
+            raise ValueError(f"used_token works with k=1 only (have k={self.k}); leave it out")
+        if self.k == 2:
+            return top2gating(logits, factor, top2_2nd_expert_sampling=self.top2_2nd_expert_sampling, **common)
+        return topkgating(logits, self.k, factor, **common)
+
+
+class AllToAll(torch.autograd.Function):
+    """`_AllToAll.apply(group, x)`: sends chunk i of the first dimension of x [ranks * n, ..] to rank i of `group`; also for the
+    gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup | None, input: Tensor) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, input.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *d_out: Tensor) -> tuple[None, Tensor]:
+        return None, AllToAll.apply(ctx.group, *d_out)
+
+
+_AllToAll = AllToAll  # DeepSpeed's name

@@ -28,8 +28,10 @@ ZERO: dict[str, str] = {  # names in `deepspeed.zero`
         "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
     ),
-    "ztk.deepspeed.zero.gathered": "GatheredParameters register_external_parameter unregister_external_parameter",
-    "ztk.deepspeed.zero.hooks": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+    "ztk.deepspeed.zero.gathered": (
+        "DeepSpeedZeRoOffload GatheredParameters register_external_parameter unregister_external_parameter "
+        "unwrap_model_for_generation"
+    ),
     "ztk.deepspeed.zero.init": "DeepSpeedTensorOverride Init",
     "ztk.deepspeed.zero.parameter": "ZeroParamStatus ZeroParamType",
     "ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias",
@@ -123,8 +125,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.moe": {},
     "deepspeed.moe.layer": {"ztk.parallel.moe": "MoE"},
     "deepspeed.moe.sharded_moe": {
-        "ztk.deepspeed.experts.gate": "TopKGate _AllToAll",
-        "ztk.deepspeed.experts.sharded_moe": "top1gating top2gating topkgating",
+        "ztk.deepspeed.experts.sharded_moe": "TopKGate _AllToAll top1gating top2gating topkgating",
     },
     "deepspeed.moe.utils": {
         "ztk.parallel.moe": (
@@ -198,7 +199,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.zero.offload_config": {
         "ztk.deepspeed.engine.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
-    "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero.hooks": "DeepSpeedZeRoOffload"},
+    "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero.gathered": "DeepSpeedZeRoOffload"},
     "deepspeed.runtime.zero.tiling": {"ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias"},
     "deepspeed.runtime.zero.utils": {"ztk.deepspeed.zero.parameter": "is_zero_param"},
     "deepspeed.runtime.zero.partition_parameters": {

@@ -16,7 +16,7 @@ from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.deepspeed.optimizers.groups import FixedOptions, TrainedGroups, hyper_row
 from ztk.deepspeed.optimizers.loss_scaler import EngineLossScale
 from ztk.deepspeed.tools.log import logger
-from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
+from ztk.deepspeed.zero.gathered import DeepSpeedZeRoOffload
 from ztk.kernels import State
 from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere, check_same, inside_hooks

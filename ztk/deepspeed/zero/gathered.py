@@ -1,7 +1,8 @@
 """`GatheredParameters`: temporarily unshards parameters, and writes changes back."""
 
-from collections.abc import ItemsView, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import functools
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -265,3 +266,38 @@ def _check_external(module: object, parameter: object) -> None:
         raise RuntimeError(f"module: must be a torch.nn.Module, not {type(module).__name__}")
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"parameter: must be a torch.nn.Parameter, not {type(parameter).__name__}")
+
+
+# Objects that libraries use around generation at stage 3, to gather everything and to remove and restore hooks.
+
+
+class DeepSpeedZeRoOffload:
+    """`engine.optimizer.parameter_offload` at stage 3, for TRL.
+
+    ztk has no hooks to remove: parameters in `GatheredParameters` stay gathered during any forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list = []
+        self.backward_hooks: list = []
+        self.param_coordinator = _Coordinator()
+        module.ds_external_parameters = functools.partial(external_parameters, module)
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        if module is not self.module:
+            raise ValueError(f"{type(module).__name__} is not the engine's module")
+
+
+class _Coordinator:
+    """Records the order of uses. ztk always follows the current order, so there is nothing to reset."""
+
+    def is_invalid_trace(self) -> bool:
+        return True
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Unshards all parameters of the engine `model` inside the context, for many forwards without training."""
+    with GatheredParameters(model.parameters()):
+        yield model
