@@ -185,7 +185,7 @@ ACCEPTED = {
     ),
     "thread_count": (
         {**zero(stage=3, offload_param=NVME), "aio": {"thread_count": 2}},
-        "aio.thread_count=2: is read as intra_op_parallelism",
+        "aio.thread_count: is read as intra_op_parallelism",
         lambda made: made.offload.threads,
         2,
     ),
@@ -222,7 +222,7 @@ def test_accepted_with_a_note(case):
         (zero(stage=2, overlap_comm=2), "must be true or false"),
         ({"bf16": {"enabled": 1.0}}, "must be true or false"),
         ({"disable_allgather": 1}, "disable_allgather=True: not offered"),
-        ({"aio": {"thread_count": 2, "intra_op_parallelism": 3}}, "is the old name of intra_op_parallelism"),
+        ({"aio": {"thread_count": 2, "intra_op_parallelism": 3}}, "is another name of intra_op_parallelism"),
         ({"aio": {"thread_count": 10**7}}, "aio.thread_count=10000000: must be a whole number, 1 or more and at most 1024"),
         ({"steps_per_print": 1e308}, "steps_per_print=1e+308: must be a whole number, 1 or more and at most 9223372036854775807; or null"),
         ({"steps_per_print": -1}, "or null for never"),

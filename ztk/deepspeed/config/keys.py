@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ztk.core.policies.ranges import INT64_MAX, Range
@@ -79,11 +79,17 @@ def _conversion(kind: Any) -> Convert:
 
 
 def read_section(
-    given: object, *, path: str, keys: Mapping[str, Key], findings: Findings, elsewhere: Mapping[str, str] | None = None
+    given: object,
+    *,
+    path: str,
+    keys: Mapping[str, Key],
+    findings: Findings,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the converted values of a section's effective keys. Adds everything else to `findings`.
 
-    path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> fix.
+    path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> fix. aliases: another name -> name in `keys`.
     """
     if given is None:
         findings.notes.append(f"{path.rstrip('.')}=None: {_NULL}")
@@ -93,12 +99,15 @@ def read_section(
         return {}
     values = {}
     for name, value in given.items():
-        key = keys.get(name)
+        proper = aliases.get(name, name)
+        key = keys.get(proper)
         if key is None:
-            fix = (elsewhere or {}).get(name)
-            reason = fix or f"there is no such key{did_you_mean(nearest(name, known=keys))}"
+            fix = elsewhere.get(name)
+            reason = fix or f"there is no such key{did_you_mean(nearest(name, known=[*keys, *aliases]))}"
             findings.faults.append(f"{path}{name}: {reason}")
             continue
+        if proper != name:
+            findings.notes.append(f"{path}{name}: is read as {proper}")
         if value == "auto" and "auto" not in key.usual:
             if not key.auto:
                 findings.faults.append(
@@ -124,7 +133,9 @@ def read_section(
             findings.faults.append(f"{path}{name}={shown(value)}: {error}")
             continue
         if key.effect is Effect.takes:
-            values[name] = converted
+            if values.setdefault(proper, converted) != converted:
+                alias = next(alias for alias in given if aliases.get(alias) == proper)
+                findings.faults.append(f"{path}{alias}: is another name of {proper}, which is given too; keep one")
         elif converted not in key.usual:
             findings.notes.append(f"{path}{name}={shown(value)}: {key.why}")
     return values

@@ -78,6 +78,8 @@ KEYS = {
     "zero_quantized_gradients": takes(boolean),
     "zero_quantized_nontrainable_weights": takes(boolean),
 }
+# `max_live_parameters` means stage3_max_live_parameters. DeepSpeed accepts both names.
+_ALIASES = {name.removeprefix("stage3_"): name for name in KEYS if name.startswith("stage3_")}
 _REMOVED = "was removed from DeepSpeed in 0.19.8; leave it out"
 _ELSEWHERE = {
     "mics_shard_size": _REMOVED,
@@ -105,9 +107,14 @@ class Zero:
     """zero_optimization: the policy, and the offload sections."""
 
     def __init__(self, given: object, *, findings: Findings) -> None:
-        given = _by_alias(given, findings=findings)
-        keys = KEYS | _not_at_this_stage(given)
-        values = read_section(given, path="zero_optimization.", keys=keys, findings=findings, elsewhere=_ELSEWHERE)
+        values = read_section(
+            given,
+            path="zero_optimization.",
+            keys=KEYS | _not_at_this_stage(given),
+            findings=findings,
+            elsewhere=_ELSEWHERE,
+            aliases=_ALIASES,
+        )
         self.stage = values.get("stage", 0)
         self.gathers_on_save = bool(
             values.get("stage3_gather_16bit_weights_on_model_save")
@@ -143,23 +150,6 @@ class Zero:
             options = _DEFAULTS | options
             options |= {ours: values[theirs] for theirs, (ours, _) in _ZERO_PLUS_PLUS.items() if theirs in values}
         return ZeroPolicy(stage=self.stage, bucket_size=values.get("reduce_bucket_size", 500_000_000), **options)
-
-
-def _by_alias(given: object, *, findings: Findings) -> object:
-    """Returns the section with `max_live_parameters` under its key stage3_max_live_parameters. DeepSpeed accepts both names."""
-    if not isinstance(given, dict):
-        return given
-    fields = {alias.removeprefix("stage3_"): alias for alias in KEYS if alias.startswith("stage3_")}
-    renamed = dict(given)
-    for name in [name for name in given if name in fields]:
-        alias = fields[name]
-        value = renamed.pop(name)
-        if renamed.setdefault(alias, value) != value:
-            findings.faults.append(
-                f"zero_optimization.{name}: is another name of {alias}, which is given too; keep one"
-            )
-        findings.notes.append(f"zero_optimization.{name}: is read as {alias}")
-    return renamed
 
 
 def _not_at_this_stage(given: object) -> dict[str, Key]:
@@ -271,7 +261,8 @@ AIO = {
     "overlap_events": hint(boolean, "requests always overlap", usual=(True,)),
     "use_gds": fixed(False, why="not offered: files go through main memory; leave it out"),
 }
-AIO["thread_count"] = AIO["intra_op_parallelism"]  # its name before DeepSpeed 0.15
+
+_AIO_ALIASES = {"thread_count": "intra_op_parallelism"}  # its name before DeepSpeed 0.15
 
 
 def read_offload(
@@ -344,15 +335,7 @@ def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
     section = _aio_section(given, findings=findings)
     if section is None:
         return {}
-    values = read_section(section, path="aio.", keys=AIO, findings=findings)
-    if (threads := values.pop("thread_count", None)) is not None:
-        if values.setdefault("intra_op_parallelism", threads) != threads:
-            findings.faults.append(
-                "aio.thread_count: is the old name of intra_op_parallelism, which is given too; keep one"
-            )
-        findings.notes.append(
-            f"aio.thread_count={threads}: is read as intra_op_parallelism, its name since DeepSpeed 0.15"
-        )
+    values = read_section(section, path="aio.", keys=AIO, findings=findings, aliases=_AIO_ALIASES)
     if not uses_nvme and section:
         findings.notes.append("aio: without effect while nothing is offloaded to nvme")
         return {}

@@ -169,7 +169,7 @@ class DeepSpeedInferenceConfig:
 
     def __init__(self, **given: object) -> None:
         findings = Findings()
-        values = _canonical(_read(given, findings=findings), findings=findings)
+        values = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=_ELSEWHERE, aliases=ALIASES)
         self.dtype: torch.dtype = values.get("dtype", torch.float16)
         if "dtype" not in given:
             findings.notes.append("dtype: is not given, so the model becomes fp16, as in DeepSpeed")
@@ -203,23 +203,6 @@ def default_inference_config() -> dict[str, object]:
     """Returns the settings of an empty configuration."""
     settings = DeepSpeedInferenceConfig().dict()
     return {name: value for name, value in settings.items() if name not in ("notes", "aio")}
-
-
-def _read(given: Mapping[str, object], *, findings: Findings) -> dict[str, object]:
-    keys = KEYS | {alias: KEYS[name] for alias, name in ALIASES.items()}
-    return read_section(given, path="", keys=keys, findings=findings, elsewhere=_ELSEWHERE)
-
-
-def _canonical(values: dict[str, object], *, findings: Findings) -> dict[str, object]:
-    """Returns values by the proper names of their keys."""
-    settled: dict[str, object] = {}
-    for name, value in values.items():
-        proper = ALIASES.get(name, name)
-        if proper in settled and settled[proper] != value:
-            alias = next(alias for alias, meant in ALIASES.items() if meant == proper)
-            findings.faults.append(f"{alias}: is another name of {proper}, which is given too; keep one")
-        settled[proper] = value
-    return settled
 
 
 def _tensor_parallel(values: dict[str, object], *, findings: Findings) -> TensorParallel:
