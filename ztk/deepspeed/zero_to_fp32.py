@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def _of_deepspeed(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, Lazy
         if key[0] in kinds:
             own = next(iter(source.ranges(key)), torch.empty(0)).dtype
             dtype = torch.float32 if own.is_floating_point else own
-            state[key[1]] = LazyTensor(shape=shape, dtype=dtype, ranges=lambda key=key: source.ranges(key))
+            state[key[1]] = LazyTensor(shape=shape, dtype=dtype, ranges=partial(source.ranges, key))
     return state, source.tied
 
 
@@ -224,29 +225,19 @@ def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor
     manifest = read_manifest(resolve(folder))
     with StateReader(manifest) as reader:
         reader.check_files()
-        stored = {
-            (info.name, kind): reader.dtype(name=info.name, kind=kind)
-            for info in [*manifest.parameters, *manifest.buffers]
-            for kind in (MASTER, FROZEN, BUFFER)
-            if reader.has(name=info.name, kind=kind)
-        }
     kinds = {info.name: MASTER if info.trainable else FROZEN for info in manifest.parameters}
     if exclude_frozen:
         kinds = {name: kind for name, kind in kinds.items() if kind == MASTER}
     kinds |= {info.name: BUFFER for info in manifest.buffers}
-    shapes = {info.name: tuple(info.shape) for info in [*manifest.parameters, *manifest.buffers]}
-    for info in [*manifest.parameters, *manifest.buffers]:
-        if not prod(info.shape):  # an empty tensor is in no file
-            stored.setdefault((info.name, kinds.get(info.name, BUFFER)), DTYPES[info.dtype])
+    infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
     state = {}
     for name, kind in kinds.items():
-        if (name, kind) in stored:  # a checkpoint may contain only the trained parameters
-            own = stored[name, kind]
-            state[name] = LazyTensor(
-                shape=shapes[name],
-                dtype=torch.float32 if own.is_floating_point else own,
-                ranges=lambda name=name, kind=kind: _ranges(manifest, name=name, kind=kind, numel=prod(shapes[name])),
-            )
+        own, shape = DTYPES[infos[name].dtype], tuple(infos[name].shape)
+        state[name] = LazyTensor(
+            shape=shape,
+            dtype=torch.float32 if own.is_floating_point else own,
+            ranges=partial(_ranges, manifest, name=name, kind=kind, numel=prod(shape)),
+        )
     return state, dict(manifest.tied)
 
 
