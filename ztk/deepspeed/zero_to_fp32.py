@@ -28,14 +28,10 @@ from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.sources import FROZEN, MASTER
+from ztk.deepspeed.tools import device
 from ztk.deepspeed.tools.log import logger
 
 SCRIPT = "zero_to_fp32.py"  # its name next to the checkpoints
-_DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "torch.float32"), torch.float32),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -292,7 +288,7 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def _dtype(word: str | torch.dtype) -> torch.dtype:
-    dtype = _DTYPES.get(str(word).lower())
+    dtype = device.DTYPES.get(str(word).lower().removeprefix("torch."))
     if dtype is None:
         raise ValueError(f"dtype={word!r}: must be float32, float16 or bfloat16")
     return dtype

@@ -3,7 +3,6 @@
 import torch
 
 from ztk.core.precision import LossScalePolicy, PrecisionPolicy
-from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -18,13 +17,9 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
+from ztk.deepspeed.tools.device import DTYPES
 
-_WORDS = {
-    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
-    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-}
-dtype_word = one_of(*_WORDS)
+dtype_word = one_of(*DTYPES)
 
 FP16 = {
     "enabled": takes(boolean),
@@ -91,7 +86,7 @@ class Precision:
         self.static_loss_scale = float(fp16.get("loss_scale", 0)) if self._is_scaled else 0.0
         self.casts_inputs = self.fp16 and fp16.get("auto_cast", True)
         word = types.get("buffer_dtype")
-        self.buffer_dtype = None if word is None else DTYPES[_WORDS[word]]
+        self.buffer_dtype = None if word is None else DTYPES[word]
         if self.fp16 and self.bf16:
             findings.faults.append("fp16.enabled and bf16.enabled: a model has one dtype; switch one of them off")
         if self._is_scaled and stage == 0:
@@ -107,12 +102,14 @@ class Precision:
         reduce_dtype = _reduce_dtype(types, top=top, findings=findings)
         self.policy = self._policy(fp16, bf16=bf16, reduce_dtype=reduce_dtype, findings=findings)
 
-    def _policy(self, fp16: dict, *, bf16: dict, reduce_dtype: str | None, findings: Findings) -> PrecisionPolicy:
-        dtype = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+    def _policy(
+        self, fp16: dict, *, bf16: dict, reduce_dtype: torch.dtype | None, findings: Findings
+    ) -> PrecisionPolicy:
+        dtype = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
         try:
             scale = _loss_scale(fp16, static=self.static_loss_scale) if self._is_scaled and not self.bf16 else None
-            return PrecisionPolicy.named(
-                dtype,
+            return PrecisionPolicy(
+                dtype=dtype,
                 reduce_dtype=None if reduce_dtype == dtype else reduce_dtype,
                 autocast=self.autocast if self._is_scaled else None,
                 bf16_master=self.bf16 and bool(bf16.get(_MASTERS[0])),
@@ -139,10 +136,10 @@ def _autocast(given: object, *, findings: Findings) -> torch.dtype | None:
             if key != "enabled"
         ]
         return None
-    word = _WORDS[section.get("dtype") or "bf16"]
-    if word == "fp32":
+    dtype = DTYPES[section.get("dtype") or "bf16"]
+    if dtype is torch.float32:
         findings.faults.append(f"torch_autocast.dtype={section['dtype']}: must be bfloat16 or float16")
-    return torch.float16 if word == "fp16" else torch.bfloat16
+    return dtype
 
 
 def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:
@@ -170,14 +167,14 @@ def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:
     )
 
 
-def _reduce_dtype(types: dict, *, top: dict, findings: Findings) -> str | None:
+def _reduce_dtype(types: dict, *, top: dict, findings: Findings) -> torch.dtype | None:
     """Returns the reduction dtype. ztk accumulates gradients in the dtype of their communication, so the two keys must agree."""
     wire, accumulated = top.get("communication_data_type"), types.get("grad_accum_dtype")
-    words = {_WORDS[word] for word in (wire, accumulated) if word is not None}
-    if len(words) > 1:
+    dtypes = {DTYPES[word] for word in (wire, accumulated) if word is not None}
+    if len(dtypes) > 1:
         findings.faults.append(
             f"communication_data_type={wire} and data_types.grad_accum_dtype={accumulated}: ztk adds gradients up in the "
             "dtype they are communicated in; give one of them"
         )
         return None
-    return words.pop() if words else None
+    return dtypes.pop() if dtypes else None

@@ -20,12 +20,9 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
+from ztk.deepspeed.tools.device import DTYPES
 
-_DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16", "bfloat"), torch.bfloat16),
-}
+_DTYPES = DTYPES | {"bfloat": torch.bfloat16}
 _GROUP = "the number of ranks determines the groups; leave it out, and give tensor_parallel.tp_size"
 _EXPERTS = (
     "experts are spread over ranks by ztk.deepspeed.initialize(model=..., config={'expert_parallel': {'enabled': true, "

@@ -33,6 +33,11 @@ _OF_TORCH = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
+DTYPES = {  # by the names that users write
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+}
 _DTYPE_OF_CLASS = {
     "FloatTensor": torch.float,
     "HalfTensor": torch.half,
