@@ -107,7 +107,7 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
         return None
     if isinstance(name, str) and name.lower() in TORCH_CLASSES:
         try:
-            make_torch_optimizer(given, parameters=[torch.nn.Parameter(torch.zeros(1))])
+            make_torch_optimizer(given, [torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:
             findings.faults.append(f"optimizer.params: torch.optim.{TORCH_CLASSES[name.lower()].__name__}: {error}")
             return None
@@ -126,7 +126,7 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
     return _policy(name, values=values, clip=clip, findings=findings)
 
 
-def make_torch_optimizer(section: Any, *, parameters: Iterable) -> torch.optim.Optimizer:
+def make_torch_optimizer(section: Any, parameters: Iterable) -> torch.optim.Optimizer:
     """Creates the torch optimizer of a section with one of `TORCH_CLASSES`. Raises TypeError or ValueError for invalid parameters."""
     return TORCH_CLASSES[section["type"].lower()](parameters, **(section.get("params") or {}))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,20 +208,14 @@ def _trained(
     trains: bool,
 ) -> TrainedGroups | None:
     """Returns the parameter groups, or None without an optimizer. trains: uses a default optimizer instead of None."""
+    policy = settings.optimizer
+    if policy is None and optimizer is None and trains:
+        policy = default_optimizer(settings)
+    if policy is not None and policy.name == TORCH:
+        optimizer = partial(make_torch_optimizer, settings.given["optimizer"])
     if optimizer is not None:
         return groups_of_client(
             optimizer,
-            model=model,
-            model_parameters=model_parameters,
-            clip=settings.gradient_clipping,
-            skip_unused=settings.skip_unused,
-        )
-    policy = settings.optimizer
-    if policy is None and trains:
-        policy = default_optimizer(settings)
-    if policy is not None and policy.name == TORCH:
-        return groups_of_client(
-            lambda parameters: make_torch_optimizer(settings.given["optimizer"], parameters=parameters),
             model=model,
             model_parameters=model_parameters,
             clip=settings.gradient_clipping,
