@@ -21,10 +21,10 @@ class StateOffload:
 
     def offload(
         self,
-        include: Container[StateKind] | None,
-        device: OffloadDeviceEnum | str,
-        pin_memory: bool,
-        non_blocking: bool,
+        include: Container[StateKind] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
     ) -> None:
         """See `DeepSpeedEngine.offload_states`. Raises ValueError for nvme, and if the configuration offloads parameters."""
         target = OffloadDeviceEnum(device)
@@ -41,7 +41,7 @@ class StateOffload:
         kinds = [kind for kind in StateKind if include is None or kind in include]
         self._state_offloader.offload(kinds, pin_memory=pin_memory, non_blocking=non_blocking)
 
-    def reload(self, *, non_blocking: bool) -> None:
+    def reload(self, non_blocking: bool = False) -> None:
         """See `DeepSpeedEngine.reload_states`."""
         self._state_offloader.reload(non_blocking=non_blocking)
 

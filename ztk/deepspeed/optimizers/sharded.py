@@ -1,7 +1,7 @@
 """The second value of `initialize`: the sharded optimizer as a torch optimizer. Losses have the model's output dtype."""
 
 import copy
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ztk.checkpoint.full import is_cut
 from ztk.deepspeed.engine.gradients import forget_gradients, take_assigned, take_changes
-from ztk.deepspeed.engine.offloading import OffloadDeviceEnum, StateOffload
+from ztk.deepspeed.engine.offloading import StateOffload
 from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.deepspeed.optimizers.groups import FixedOptions, TrainedGroups, hyper_row
 from ztk.deepspeed.optimizers.loss_scaler import EngineLossScale
@@ -22,7 +22,6 @@ from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere, check_same, inside_hooks
 from ztk.optim.torch_step import Progress
 from ztk.train.engine import Engine
-from ztk.zero.state.offload import StateKind
 
 _AGAIN = "destroy() the engine and initialize again"
 _STATES = (
@@ -64,6 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = FixedOptions(self.param_groups, policy=trained.policy)
         self._script = self._take(trained.client, engine=engine)
         self._policy, self._engine, self.moving = trained.policy, engine, moving
+        self.offload_states, self.reload_states = moving.offload, moving.reload  # as the engine's methods
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # the values on the device
         self.skip_step = False  # set by a script: the next step drops its gradients, because another model's overflowed
@@ -177,20 +177,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is dynamic."""
         return self._engine.control.scaling.dynamic
-
-    def offload_states(
-        self,
-        include: Container[StateKind] | None = None,
-        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Runs `DeepSpeedEngine.offload_states`, for scripts that call it here."""
-        self.moving.offload(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Runs `DeepSpeedEngine.reload_states`."""
-        self.moving.reload(non_blocking=non_blocking)
 
     def quantize_nontrainable_params(self) -> None:
         """Does nothing: with `zero_quantized_nontrainable_weights`, every gather sends frozen parameters as int8.

@@ -1,7 +1,6 @@
 """Loaders of the data given to `initialize`, and a repeating loader."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import ceil
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
@@ -95,8 +94,7 @@ class DeepSpeedDataLoader:
         self._batches: Iterator | None = None
 
     def __len__(self) -> int:
-        batches = len(self.data_sampler) / self.batch_size
-        return int(batches) if self.dataloader_drop_last else ceil(batches)
+        return len(self.dataloader)
 
     def __iter__(self) -> Iterator:
         self._batches = iter(self.dataloader)
