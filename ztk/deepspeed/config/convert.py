@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from ztk.core.policies.optimizer import TORCH
 from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config import Settings
+from ztk.deepspeed.config.zero import STAGE3
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
 # Top-level keys that become words of run.py, or have no effect there.
@@ -36,12 +37,6 @@ _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run
 
 
 # Keys of run.py -> their names in a ds_config, for schedules with DeepSpeed's defaults.
-_STAGE3 = {
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-}
 _RANGE_TEST = {
     "step_size": ("lr_range_test_step_size", 2000),
     "step_rate": ("lr_range_test_step_rate", 1.0),
@@ -124,7 +119,7 @@ def _zero(settings: Settings, *, out: Overrides) -> None:
         out.add({"zero.quantized_gradients": True})
     if zero.stage < 3:
         return
-    out.add({f"zero.{name}": getattr(zero, name) for name in _STAGE3})
+    out.add({f"zero.{name}": getattr(zero, name) for name in STAGE3.values()})
     if zero.quantized_weights:
         out.add({"zero.quantized_weights": True})
     if zero.quantized_nontrainable_weights:
@@ -285,7 +280,7 @@ def to_ds_config(config: Mapping) -> dict:
         **_ds_topology(config["topology"]),
     }
     if zero["stage"] == 3:  # None means depending on the model's size, which DeepSpeed does not have
-        made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in _STAGE3.items() if zero[ours] is not None}
+        made["zero_optimization"] |= {theirs: zero[ours] for theirs, ours in STAGE3.items() if zero[ours] is not None}
     plus_plus = ("quantized_weights", "quantized_gradients", "hpz_partition_size")
     made["zero_optimization"] |= {f"zero_{name}": zero[name] for name in plus_plus if zero.get(name)}
     offload = config["offload"]

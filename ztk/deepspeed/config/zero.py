@@ -87,11 +87,11 @@ _ELSEWHERE = {
     "zeropp_loco_param": _REMOVED,
     "gradient_clipping": "belongs to the top level of the configuration; move it there",
 }
-_STAGE3 = {
+STAGE3 = {  # keys that act at stage 3 -> fields of ZeroPolicy
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
     "stage3_max_live_parameters": "max_live_parameters",
     "stage3_max_reuse_distance": "max_reuse_distance",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
 }
 # DeepSpeed's defaults, where they differ from ZeroPolicy's.
 _DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
@@ -137,12 +137,12 @@ class Zero:
         if self.stage > 3:
             findings.faults.append(f"zero_optimization.stage={self.stage}: must be 0, 1, 2 or 3")
             self.stage = 3
-        options = {ours: values[theirs] for theirs, ours in _STAGE3.items() if theirs in values}
+        options = {ours: values[theirs] for theirs, ours in STAGE3.items() if theirs in values}
         if self.stage < 3:
             # Files for all stages, in which only the stage changes, contain these keys. Their names show that they need stage 3.
             findings.notes += [
                 f"zero_optimization.{theirs}: acts at stage 3; this is stage {self.stage}"
-                for theirs in _STAGE3
+                for theirs in STAGE3
                 if theirs in values
             ]
             options = {}
