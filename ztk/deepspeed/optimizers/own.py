@@ -51,7 +51,7 @@ class FusedAdam(_GradNone, _Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _must_be(amsgrad=(amsgrad, False))
+        _check(amsgrad=amsgrad)
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adam_w_mode
         )
@@ -74,10 +74,7 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _must_be(
-            amsgrad=(amsgrad, False),
-            fp32_optimizer_states=(fp32_optimizer_states, True),
-        )
+        _check(amsgrad=amsgrad, fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(
             model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=adamw_mode
         )
@@ -144,7 +141,7 @@ class DeepSpeedCPULion(_Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _must_be(fp32_optimizer_states=(fp32_optimizer_states, True))
+        _check(fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -160,7 +157,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _must_be(amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
+        _check(amsgrad=amsgrad, fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -185,7 +182,7 @@ class FusedLamb(_Stepping):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        _must_be(eps_inside_sqrt=(eps_inside_sqrt, False), amsgrad=(amsgrad, False), max_grad_norm=(max_grad_norm, 0.0))
+        _check(eps_inside_sqrt=eps_inside_sqrt, amsgrad=amsgrad, max_grad_norm=max_grad_norm)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -213,8 +210,14 @@ class FusedLamb(_Stepping):
         parameter.sub_(update * (rate * ratio))
 
 
-def _must_be(**options: tuple[object, object]) -> None:
-    """Checks options. options: option=(given, supported value)."""
-    for name, (given, only) in options.items():
-        if given != only:
-            raise ValueError(f"{name}={given}: not offered by ztk, whose optimizers have {name}={only}; leave it out")
+# Options with one supported value.
+_ONLY = {"amsgrad": False, "eps_inside_sqrt": False, "fp32_optimizer_states": True, "max_grad_norm": 0.0}
+
+
+def _check(**options: object) -> None:
+    """Raises ValueError for an option with another value than in `_ONLY`."""
+    for name, given in options.items():
+        if given != _ONLY[name]:
+            raise ValueError(
+                f"{name}={given}: not offered by ztk, whose optimizers have {name}={_ONLY[name]}; leave it out"
+            )
