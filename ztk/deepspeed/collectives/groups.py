@@ -182,16 +182,10 @@ def _clone_world_group() -> dist.ProcessGroup:
     return _clone
 
 
-def data_parallel_group_of(topology: Topology) -> dist.ProcessGroup:
-    """Returns this rank's group along "dp" of an engine's mesh. The engine need not be the newest."""
+def group_along(axis: str, *, topology: Topology) -> dist.ProcessGroup:
+    """Returns this rank's group along an axis (see `members`) of an engine's mesh. The engine need not be the newest."""
     _need_ranks()
-    return _group(members("dp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
-
-
-def sequence_group_of(topology: Topology) -> dist.ProcessGroup:
-    """Returns this rank's group along "sp" of an engine's mesh."""
-    _need_ranks()
-    return _group(members("sp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    return _group(members(axis, topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
 def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ztk.core.runtime import Tier
-from ztk.deepspeed.collectives.groups import data_parallel_group_of, sequence_group_of
+from ztk.deepspeed.collectives.groups import group_along
 from ztk.deepspeed.config.settings import DeepSpeedConfig
 from ztk.deepspeed.tools.answers import method
 from ztk.train.engine import Engine
@@ -169,7 +169,7 @@ class Getters:
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the ranks that share this rank's sequences, or None without sequence parallelism."""
         topology = self.engine.process.mesh.topology
-        return sequence_group_of(topology) if topology.sequence > 1 else None
+        return group_along("sp", topology=topology) if topology.sequence > 1 else None
 
     def get_model_parallel_rank(self) -> int:
         """Returns this rank's index among the ranks that share the layers."""
@@ -185,7 +185,7 @@ class Getters:
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks with different data and the same part of the model. Its first use is a collective call of the group."""
-        return data_parallel_group_of(self.engine.process.mesh.topology)
+        return group_along("dp", topology=self.engine.process.mesh.topology)
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
