@@ -19,7 +19,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     """The engine that `initialize` returns with `hybrid_engine.enabled`.
 
     `generate`, also available as `module.generate`, generates from the sharded parameters with ztk's inference engine or with
-    transformers' loop; see `hybrid_texts`. No copy of the weights outlives a call, so `eval()` and `train()` convert nothing, and the
+    transformers' loop; see `EngineTexts`. No copy of the weights outlives a call, so `eval()` and `train()` convert nothing, and the
     next call uses the updated model.
     """
 
@@ -32,7 +32,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """Runs transformers' `generate` without gradients and in eval mode. Returns tokens [B, T].
 
-        A collective call; ranks may generate different numbers of tokens. transformers' loop is used if `hybrid_texts` has a reason for
+        A collective call; ranks may generate different numbers of tokens. transformers' loop is used if `EngineTexts` has a reason for
         it. It merges adapters if parameters are gathered once per call.
 
         Raises:
