@@ -9,7 +9,7 @@ from torch import nn
 from tests.documents.harness import config_of
 from tests.parallel.moe.deepspeed_scripts import built_sharded, train, train_hub
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.experts import expert_topology, give_layer_options
+from ztk.deepspeed.experts import expert_degree, give_layer_options
 from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
 from ztk.deepspeed.names import lookup
 from ztk.parallel.moe import (
@@ -47,7 +47,7 @@ def test_the_documents_configuration_spreads_the_layer_that_leaves_it_open(ranks
 
 def given_to(model: nn.Module, **section) -> nn.Module:
     settings = parse_config({"train_batch_size": 8, "moe": section}, world_size=4)
-    give_layer_options(model, options=settings.moe_layers)
+    give_layer_options(model, options=settings.experts.layers)
     return model
 
 
@@ -59,7 +59,7 @@ def test_the_section_moe_sets_the_layers_defaults():
     assert (policy.k, policy.capacity_factor, policy.min_capacity, policy.noise) == (2, 2.0, 1, "Jitter")
     assert not policy.random_selection and policy.drop_tokens and policy.eval_capacity_factor == 1.0
     assert layer.ep_size == 2 and {p.group_name for p in layer.experts.parameters()} == {"ep_size_2"}
-    assert expert_topology(layer).expert == 2
+    assert expert_degree(layer) == 2
     off = MoE(4, nn.Linear(4, 4), num_experts=4)
     given_to(off, enabled=False, ep_size=2, k=2)
     assert off.ep_size == 1 and off.policy.k == 1
@@ -118,10 +118,10 @@ def test_experts_built_under_zero_init_train_unless_they_are_spread(ranks):
 
 def test_layers_say_over_how_many_ranks_they_are_spread():
     made = model()
-    assert expert_topology(made).expert == 2 and expert_topology(made["plain"]).expert == 1
+    assert expert_degree(made) == 2 and expert_degree(made["plain"]) == 1
     made["more"] = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=4)
     with pytest.raises(ValueError, match="experts over 2 and 4 ranks"):
-        expert_topology(made)
+        expert_degree(made)
 
 
 def test_the_configuration_spreads_the_experts_of_hub_models(ranks):

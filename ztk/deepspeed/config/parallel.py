@@ -201,26 +201,6 @@ _EXPERT_KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertParallel:
-    """The number of ranks over which experts are spread, and a regular expression for the names of the layers, or None for all with
-    experts.
-    """
-
-    size: int = 1
-    pattern: str | None = None
-
-
-def read_expert_parallel(given: object, *, findings: Findings) -> ExpertParallel:
-    """Reads the section. Returns defaults if it is off or missing."""
-    if given is None:
-        return ExpertParallel()
-    values = read_section(given, path="expert_parallel.", keys=_EXPERT_KEYS, findings=findings)
-    if not values.get("enabled", False):
-        return ExpertParallel()
-    return ExpertParallel(size=values.get("autoep_size", 1), pattern=values.get("moe_layer_pattern"))
-
-
 _BUILT = "belongs to the layer that the script makes"
 _LAYER_KEYS = {
     "enabled": takes(boolean),
@@ -244,29 +224,29 @@ _LAYER_KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerOptions:
-    """Arguments of `MoE` by name, for layers that use the defaults. A layer with another value is rejected."""
+class ExpertParallel:
+    """size: number of data-parallel ranks over which experts are spread.
+    pattern: a regular expression for the names of the layers, or None for all with experts.
+    layers: arguments of `MoE` by name, for layers that use the defaults. A layer with another value is rejected.
+    """
 
-    values: dict[str, object] = field(default_factory=dict)
-
-
-def read_moe(given: dict, *, top: dict, findings: Findings) -> LayerOptions:
-    """Reads the sections. given: the full configuration. top: its effective top-level values. A disabled section has no effect."""
-    section = given.get("moe")
-    values = {} if section is None else read_section(section, path="moe.", keys=_LAYER_KEYS, findings=findings)
-    is_on = values.pop("enabled", True)
-    values = values if is_on else {}
-    size = top.get("moe_expert_parallel_size")
-    if size is not None and not is_on and size > 1:
-        findings.faults.append(f"moe_expert_parallel_size={size}: asks for experts, and moe.enabled is false; keep one")
-    if size is not None and values.setdefault("ep_size", size) != size:
-        findings.faults.append(f"moe_expert_parallel_size={size}: moe.ep_size={values['ep_size']} differs; keep one")
-    return LayerOptions(values=values)
+    size: int = 1
+    pattern: str | None = None
+    layers: dict[str, Any] = field(default_factory=dict)
 
 
-def join_sizes(experts: ExpertParallel, *, options: LayerOptions, ranks: int, findings: Findings) -> ExpertParallel:
-    """Combines both sections: the number of data-parallel ranks over which experts are spread."""
-    sizes = {"expert_parallel.autoep_size": experts.size, "moe.ep_size": options.values.get("ep_size", 1)}
+def read_experts(given: dict, *, top: dict, ranks: int, findings: Findings) -> ExpertParallel:
+    """Reads both sections, of which a disabled one has no effect.
+
+    given: the full configuration. top: its effective top-level values. ranks: number of data-parallel ranks.
+    """
+    section, values = given.get("expert_parallel"), {}
+    if section is not None:
+        values = read_section(section, path="expert_parallel.", keys=_EXPERT_KEYS, findings=findings)
+    if not values.get("enabled", False):
+        values = {}
+    layers = _read_layers(given.get("moe"), asked=top.get("moe_expert_parallel_size"), findings=findings)
+    sizes = {"expert_parallel.autoep_size": values.get("autoep_size", 1), "moe.ep_size": layers.get("ep_size", 1)}
     asked = {key: size for key, size in sizes.items() if size > 1}
     if len(set(asked.values())) > 1:
         findings.faults.append(f"{' and '.join(f'{key}={size}' for key, size in asked.items())}: keep one")
@@ -276,4 +256,20 @@ def join_sizes(experts: ExpertParallel, *, options: LayerOptions, ranks: int, fi
                 f"{key}={size}: {ranks} data-parallel rank{'s' if ranks > 1 else ''} cannot be divided by {size}; start a multiple of "
                 f"{size}, or write a divisor of {ranks}"
             )
-    return ExpertParallel(size=max(sizes.values()), pattern=experts.pattern)
+    return ExpertParallel(size=max(sizes.values()), pattern=values.get("moe_layer_pattern"), layers=layers)
+
+
+def _read_layers(section: object, *, asked: int | None, findings: Findings) -> dict[str, Any]:
+    """Returns the arguments in `moe`. asked: moe_expert_parallel_size."""
+    values: dict[str, Any] = {}
+    if section is not None:
+        values = read_section(section, path="moe.", keys=_LAYER_KEYS, findings=findings)
+    is_on = values.pop("enabled", True)
+    values = values if is_on else {}
+    if asked is not None and not is_on and asked > 1:
+        findings.faults.append(
+            f"moe_expert_parallel_size={asked}: asks for experts, and moe.enabled is false; keep one"
+        )
+    if asked is not None and values.setdefault("ep_size", asked) != asked:
+        findings.faults.append(f"moe_expert_parallel_size={asked}: moe.ep_size={values['ep_size']} differs; keep one")
+    return values

@@ -20,11 +20,8 @@ from ztk.deepspeed.config.modules import (
 from ztk.deepspeed.config.optimizer import ScheduleChoice, read_optimizer, read_scheduler
 from ztk.deepspeed.config.parallel import (
     ExpertParallel,
-    LayerOptions,
     TensorSettings,
-    join_sizes,
-    read_expert_parallel,
-    read_moe,
+    read_experts,
     read_tensor_parallel,
 )
 from ztk.deepspeed.config.precision import Precision
@@ -76,7 +73,6 @@ class Settings(TopLevel):
     activation_checkpointing: ActivationCheckpointing | None
     pipeline_recompute_interval: int
     experts: ExpertParallel
-    moe_layers: LayerOptions
     hybrid: Hybrid | None
     gradient_clipping: float
     watching: Watching
@@ -117,13 +113,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
             given.get("activation_checkpointing"), findings=findings
         ),
         pipeline_recompute_interval=read_pipeline(given.get("pipeline"), findings=findings),
-        moe_layers=(moe_layers := read_moe(given, top=top, findings=findings)),
-        experts=join_sizes(
-            read_expert_parallel(given.get("expert_parallel"), findings=findings),
-            options=moe_layers,
-            ranks=replicas,
-            findings=findings,
-        ),
+        experts=read_experts(given, top=top, ranks=replicas, findings=findings),
         hybrid=read_hybrid(
             given.get("hybrid_engine"),
             stage=zero.stage,

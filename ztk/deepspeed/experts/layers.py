@@ -1,12 +1,12 @@
 """Applies the configuration's section `moe` to a model's `MoE` layers, and derives the mesh from them."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from ztk.core.runtime import Topology
-from ztk.deepspeed.config.parallel import LayerOptions
 from ztk.parallel.moe import MoE
 
 # Arguments of `MoE` -> fields of its policy. The others are attributes of the layer, or built into it.
@@ -19,20 +19,20 @@ _IN_POLICY = {
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(MoE.__init__).parameters.items()}
 
 
-def give_layer_options(model: nn.Module, *, options: LayerOptions) -> None:
+def give_layer_options(model: nn.Module, *, options: Mapping[str, Any]) -> None:
     """Changes the layers in place, or none of them if one raises. An argument that equals its default counts as not given.
 
     Raises ValueError for a layer with a value that differs from the configuration's, and for arguments that need a rebuilt layer.
     """
     layers = [(name or "the model", module) for name, module in model.named_modules() if isinstance(module, MoE)]
     for name, layer in layers:
-        for key, value in options.values.items():
+        for key, value in options.items():
             _check(layer, name=name, key=key, value=value)
     for _, layer in layers:
-        policy = {_IN_POLICY[key]: value for key, value in options.values.items() if key in _IN_POLICY}
+        policy = {_IN_POLICY[key]: value for key, value in options.items() if key in _IN_POLICY}
         layer.policy = replace(layer.policy, **policy)
-        if "ep_size" in options.values:
-            layer.ep_size = options.values["ep_size"]
+        if "ep_size" in options:
+            layer.ep_size = options["ep_size"]
             for parameter in layer.experts.parameters():
                 # pyrefly: ignore[missing-attribute]  # the mark of DeepSpeed's expert parameters
                 parameter.group_name = f"ep_size_{layer.ep_size}"
@@ -59,9 +59,8 @@ def _value_of(layer: MoE, *, key: str) -> object:
     return layer.mlp is not None if key == "use_residual" else getattr(layer, key)
 
 
-def expert_topology(model: nn.Module, *, at_least: int = 1) -> Topology:
-    """Returns the topology: all ranks data-parallel, with experts spread by the layers' `ep_size`, or by `at_least` from the
-    configuration.
+def expert_degree(model: nn.Module, *, at_least: int = 1) -> int:
+    """Returns the ranks over which experts are spread: the layers' `ep_size`, or `at_least` from the configuration.
 
     Raises ValueError for different sizes. A size of 1, all experts on every rank, does not conflict with others.
     """
@@ -72,4 +71,4 @@ def expert_topology(model: nn.Module, *, at_least: int = 1) -> Topology:
             f"experts over {' and '.join(map(str, sizes))} ranks: one model has one expert axis; use the same ep_size (and "
             "expert_parallel.autoep_size), or 1"
         )
-    return Topology(expert=sizes[0] if sizes else 1)
+    return sizes[0] if sizes else 1

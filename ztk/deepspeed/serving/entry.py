@@ -11,7 +11,7 @@ from ztk.core.runtime.part import Part
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, read_source
 from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
 from ztk.deepspeed.engine.owners import owner_of
-from ztk.deepspeed.experts import expert_topology
+from ztk.deepspeed.experts import expert_degree
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.inference_engine import InferenceEngine
@@ -106,7 +106,7 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
         )
     if model in _cut:
         raise ValueError(f"model: its layers are cut over {_cut[model]} ranks already; load it anew")
-    if expert_topology(model).expert > 1:
+    if expert_degree(model) > 1:
         raise ValueError(
             "model: has MoE layers with ep_size > 1; initialize(model=..., config=...) without an optimizer evaluates it"
         )

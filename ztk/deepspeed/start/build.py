@@ -14,7 +14,7 @@ from ztk.deepspeed.engine import owners
 from ztk.deepspeed.engine.buffers import cast_buffers
 from ztk.deepspeed.engine.gradients import show_gradients
 from ztk.deepspeed.engine.offloading import StateOffload
-from ztk.deepspeed.experts import expert_topology, give_layer_options
+from ztk.deepspeed.experts import expert_degree, give_layer_options
 from ztk.deepspeed.optimizers.groups import TrainedGroups, freeze_others, groups_of_config
 from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
 from ztk.deepspeed.pipe.module import PipelineModule
@@ -46,7 +46,7 @@ class Builder:
 
     def build(self, trained: TrainedGroups | None) -> tuple[Engine, ShardedOptimizer | None]:
         """Builds the engine and its optimizer. Without groups, the engine runs forward only, without states. A collective call."""
-        give_layer_options(self.model, options=self.settings.moe_layers)
+        give_layer_options(self.model, options=self.settings.experts.layers)
         frozen = freeze_others(
             self.model, names={name for own in trained.names for name in own} if trained else frozenset()
         )
@@ -91,7 +91,7 @@ class Builder:
     def _arranged(self) -> Process:
         """Returns the process in the mesh that the configuration, the model's stages and its experts require."""
         asked = {
-            "expert": expert_topology(self.model, at_least=self.settings.experts.size).expert,
+            "expert": expert_degree(self.model, at_least=self.settings.experts.size),
             "tensor": self.settings.tensor.degree,
             "intra_node": self.settings.zero.hpz_partition_size,
         }
@@ -108,7 +108,7 @@ class Builder:
         Raises ValueError if experts or layers are cut over ranks already.
         """
         cut = {
-            "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,
+            "experts are spread": expert_degree(self.model, at_least=self.settings.experts.size),
             "layers are cut (tensor_parallel)": self.settings.tensor.degree,
         }
         for axis, degree in cut.items():
