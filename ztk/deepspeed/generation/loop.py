@@ -1,15 +1,14 @@
 """Generates texts from an engine's sharded parameters with transformers' `generate` over gathered weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
 from ztk.train.engine import Engine
+from ztk.train.engine.batches import in_eval_mode
 
 
 def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.whole, **options: Any) -> Tensor:
@@ -32,22 +31,10 @@ def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeig
         return method(module, *args, **({"synced_gpus": _goes_on_for_others(model)} | options))
 
 
-@contextmanager
-def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.whole) -> Iterator[None]:
+def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.whole) -> AbstractContextManager[None]:
     """Prepares `model.module` for forwards without gradients in eval mode."""
     engine = getattr(model, "engine", None)
-    if isinstance(engine, Engine):
-        with rollout_weights(engine, weights=weights):
-            yield
-        return
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return rollout_weights(engine, weights=weights) if isinstance(engine, Engine) else in_eval_mode(model)
 
 
 def _goes_on_for_others(model: nn.Module) -> bool:

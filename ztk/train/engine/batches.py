@@ -1,10 +1,11 @@
 """Whole-batch calls on top of an engine's forward, backward and step. Losses have the model's output dtype."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ztk.nn.balance import weighing
 from ztk.parallel.pipeline.layers import MicroBatch
@@ -37,6 +38,19 @@ def train_batch(engine, *, micro_batches: Iterable, before_step: Callable[[], No
             before_step()
         engine.step()
     return torch.stack(losses).mean()
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in training.items():
+            part.training = mode
 
 
 def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:

@@ -4,7 +4,7 @@ Losses have the model's output dtype.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ztk.kernels import State
 from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parallel.pipeline.layers import MicroBatch
-from ztk.train.engine.batches import eval_batch, eval_losses, train_batch
+from ztk.train.engine.batches import eval_batch, eval_losses, in_eval_mode, train_batch
 from ztk.train.engine.control import StepControl, StepMetrics
 from ztk.train.engine.overflow import OverflowGuard
 from ztk.zero.parameters.partitioned import ZeroInitContext
@@ -266,17 +266,9 @@ class Engine:
         """
         return eval_losses(self, micro_batches=micro_batches)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
-        training = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in training.items():
-                module.training = mode
+        return in_eval_mode(self.module)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

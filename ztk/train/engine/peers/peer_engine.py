@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ztk.core.runtime import MemoryLedger, PhaseClock, Process, Tier
 from ztk.core.runtime.io import IoCounters
-from ztk.train.engine.batches import eval_batch, train_batch
+from ztk.train.engine.batches import eval_batch, in_eval_mode, train_batch
 from ztk.train.engine.control import StepMetrics
 from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traffic
 
@@ -154,16 +154,9 @@ class PeerEngine:
         """Returns no metrics: peers train dense models only."""
         return {}
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Disables gradients and sets eval mode; restores both on exit."""
-        training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.module.train(training)
+        return in_eval_mode(self.module)
 
     def close(self) -> None:
         """Does nothing; present for the interface of `Engine`."""
