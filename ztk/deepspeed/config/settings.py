@@ -38,7 +38,7 @@ from ztk.deepspeed.config.top import (
     solve_batch,
 )
 from ztk.deepspeed.config.watching import MonitorPolicy, Watching, read_watching
-from ztk.deepspeed.config.zero import LeafModules, Zero, read_offload
+from ztk.deepspeed.config.zero import LeafModules, Zero
 from ztk.deepspeed.tools.log import logger
 from ztk.optim import OptimizerPolicy
 from ztk.zero.offload import OffloadPolicy
@@ -88,7 +88,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
     replicas, clip = world_size // tensor.degree, top.get("gradient_clipping", 1.0)
     batch, averaging = solve_batch(top, world_size=replicas, findings=findings), read_averaging(top, findings=findings)
-    zero = Zero(given.get("zero_optimization", {}), findings=findings)
+    zero = Zero(given, findings=findings)
     precision = Precision(given, top=top, stage=zero.stage, findings=findings)
     made = Settings(
         **{key.name: top[key.name] for key in fields(TopLevel) if key.name in top},
@@ -103,9 +103,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         zero=zero.policy,
         leaves=zero.leaves,
         gathers_on_save=zero.gathers_on_save,
-        offload=read_offload(
-            given, optimizer=zero.offload_optimizer, parameters=zero.offload_param, stage=zero.stage, findings=findings
-        ),
+        offload=zero.offload,
         tensor=tensor,
         optimizer=read_optimizer(given.get("optimizer"), clip=clip, findings=findings),
         schedule=read_scheduler(given.get("scheduler"), findings=findings),

@@ -71,7 +71,7 @@ KEYS = {
     "enable_sanity_checks": hint(boolean, "ztk always checks writes to gathered parameters", usual=(False,)),
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
     "leaf_module": takes(anything),
-    "aio": takes(anything),  # see read_offload
+    "aio": takes(anything),  # see _read_offload
     "zenflow": fixed(None, why=_NOT_YET),
     "zero_hpz_partition_size": takes(whole_number(1)),
     "zero_quantized_weights": takes(boolean),
@@ -104,13 +104,15 @@ _ZERO_PLUS_PLUS = {
 
 
 class Zero:
-    """zero_optimization: the policy, and the offload sections."""
+    """zero_optimization and aio: the policies of sharding and of offload."""
 
-    def __init__(self, given: object, *, findings: Findings) -> None:
+    def __init__(self, given: dict, *, findings: Findings) -> None:
+        """given: the full configuration."""
+        section = given.get("zero_optimization", {})
         values = read_section(
-            given,
+            section,
             path="zero_optimization.",
-            keys=KEYS | _not_at_this_stage(given),
+            keys=KEYS | _not_at_this_stage(section),
             findings=findings,
             elsewhere=_ELSEWHERE,
             aliases=_ALIASES,
@@ -120,8 +122,6 @@ class Zero:
             values.get("stage3_gather_16bit_weights_on_model_save")
             or values.get("stage3_gather_fp16_weights_on_model_save")
         )
-        self.offload_optimizer = _with_old_flag(values, name="offload_optimizer", old="cpu_offload", findings=findings)
-        self.offload_param = _with_old_flag(values, name="offload_param", old="cpu_offload_param", findings=findings)
         self.leaves = read_leaf_modules(values.get("leaf_module"), findings=findings)
         if self.leaves.wanted and self.stage != 3:
             findings.faults.append(
@@ -132,6 +132,13 @@ class Zero:
             findings.notes.append(
                 "zero_optimization.zero_quantized_nontrainable_weights: frozen parameters are gathered as int8; shards keep their dtype"
             )
+        self.offload = _read_offload(
+            given,
+            optimizer=_with_old_flag(values, name="offload_optimizer", old="cpu_offload", findings=findings),
+            parameters=_with_old_flag(values, name="offload_param", old="cpu_offload_param", findings=findings),
+            stage=self.stage,
+            findings=findings,
+        )
 
     def _policy(self, values: dict, *, findings: Findings) -> ZeroPolicy:
         if self.stage > 3:
@@ -265,7 +272,7 @@ AIO = {
 _AIO_ALIASES = {"thread_count": "intra_op_parallelism"}  # its name before DeepSpeed 0.15
 
 
-def read_offload(
+def _read_offload(
     given: dict, *, optimizer: object, parameters: object, stage: int, findings: Findings
 ) -> OffloadPolicy:
     """Returns the policy of both sections and of `aio`.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ztk.checkpoint.errors import CheckpointError
@@ -105,8 +105,7 @@ def _files(listed: Mapping[str, object], *, base: Path) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        return load_file(file)
     try:
         state = load_plain(file)
     except CheckpointError as error:

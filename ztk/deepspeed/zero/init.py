@@ -17,7 +17,7 @@ from ztk.core.runtime.store import DeviceStore, Store
 from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.source import read_source
-from ztk.deepspeed.config.zero import Zero, read_offload
+from ztk.deepspeed.config.zero import Zero
 from ztk.deepspeed.start.process import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.zero.offload import NvmeStore, OffloadPolicy
@@ -28,6 +28,7 @@ _BLOCK_BYTES = 1 << 20
 _orig_torch_arange = (
     torch.arange
 )  # transformers compares with it when it replaces `zero_wrapper_for_fp_tensor_constructor`
+_OF_OPTIMIZER = ("offload_optimizer", "cpu_offload")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)
 
 
@@ -139,10 +140,8 @@ def _check_group(group: object, *, name: str, process: Process) -> None:
 def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
     """Returns the location of the shards."""
     given = {} if source is None else read_source(source)
-    section = given.get("zero_optimization", {})
     findings = Findings()
-    zero = Zero(_filled(section), findings=findings)
-    policy = read_offload(given, optimizer=None, parameters=zero.offload_param, stage=zero.stage, findings=findings)
+    policy = Zero(given | {"zero_optimization": _filled(given.get("zero_optimization", {}))}, findings=findings).offload
     if findings.faults:
         raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
     if remote_device in (None, str(policy.parameters)):
@@ -158,10 +157,10 @@ def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
 
 
 def _filled(section: object) -> object:
-    """Returns the section without values that the Hugging Face Trainer fills in later."""
+    """Returns the section without values that the Hugging Face Trainer fills in later, and without the optimizer's."""
     if not isinstance(section, dict):
         return section
-    return {key: value for key, value in section.items() if value != "auto"}
+    return {key: value for key, value in section.items() if value != "auto" and key not in _OF_OPTIMIZER}
 
 
 def _store(policy: OffloadPolicy, *, process: Process) -> Store:
