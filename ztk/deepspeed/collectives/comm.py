@@ -243,29 +243,13 @@ def irecv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0, prof
 
 
 class P2POp(dist.P2POp):
-    """One message of `batch_isend_irecv`. op: `isend` or `irecv`, of this module or of torch. peer: a global rank."""
+    """One message of `batch_isend_irecv`. op: `isend` or `irecv`, of this module or of torch. The other arguments are torch's."""
 
-    def __new__(
-        cls,
-        op: Callable,
-        tensor: Tensor,
-        peer: int | None = None,
-        group=None,
-        tag: int = 0,
-        group_peer: int | None = None,
-    ):
-        return super().__new__(cls, _torchs(op), tensor, peer, group, tag, group_peer)
+    def __new__(cls, op: Callable, *args, **kwargs):
+        return super().__new__(cls, _torchs(op), *args, **kwargs)
 
-    def __init__(
-        self,
-        op: Callable,
-        tensor: Tensor,
-        peer: int | None = None,
-        group=None,
-        tag: int = 0,
-        group_peer: int | None = None,
-    ) -> None:
-        super().__init__(_torchs(op), tensor, peer, group, tag, group_peer)
+    def __init__(self, op: Callable, *args, **kwargs) -> None:
+        super().__init__(_torchs(op), *args, **kwargs)
 
 
 def _torchs(op: Callable) -> Callable:

@@ -12,25 +12,6 @@ import torch.distributed as dist
 from ztk.core.runtime import Topology
 from ztk.deepspeed.engine import owners
 
-__all__ = [
-    *("_clone_world_group", "_get_broadcast_src_rank", "_get_data_parallel_group"),
-    *("_get_data_parallel_group_ranks", "_get_data_parallel_rank", "_get_data_parallel_world_size"),
-    *("_get_expert_broadcast_src_rank", "_get_expert_data_parallel_group"),
-    *("_get_expert_data_parallel_group_dict", "_get_expert_data_parallel_group_ranks"),
-    *("_get_expert_data_parallel_rank", "_get_expert_data_parallel_world_size"),
-    *("_get_expert_model_parallel_world_size", "_get_expert_parallel_group", "_get_expert_parallel_group_dict"),
-    *("_get_expert_parallel_group_ranks", "_get_expert_parallel_rank", "_get_expert_parallel_src_rank"),
-    *("_get_expert_parallel_world_size", "_get_max_expert_parallel_group", "_get_max_expert_size"),
-    *("_get_max_expert_size_name", "_get_model_parallel_world_size", "_get_sequence_data_parallel_group"),
-    *("_get_sequence_data_parallel_rank", "_get_sequence_data_parallel_world_size"),
-    *("_get_sequence_parallel_group", "_get_sequence_parallel_rank", "_get_sequence_parallel_world_size"),
-    *("_get_zero_param_intra_parallel_group", "_get_zero_param_intra_parallel_group_ranks"),
-    *("_get_zero_param_intra_parallel_group_world_size", "_get_zero_param_intra_parallel_rank_in_mygroup"),
-    *("_zero_param_parallel_is_initialized", "get_data_parallel_group", "get_data_parallel_rank"),
-    *("get_data_parallel_world_size", "get_model_parallel_group", "get_model_parallel_rank"),
-    *("get_model_parallel_world_size", "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank"),
-    *("get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size", "initialize"),
-]
 # The world of these groups. A program may leave its process group and join another.
 _world: dist.ProcessGroup | None = None
 _connected: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -226,3 +207,10 @@ def _expert_size(group_name: str | None) -> int:
 def _need_ranks() -> None:
     if not dist.is_initialized():
         raise RuntimeError("no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() before")
+
+
+# What `deepspeed.utils.groups` has of this module.
+__all__ = [
+    *("_clone_world_group", "_zero_param_parallel_is_initialized", "initialize"),
+    *(name for name in globals() if name.startswith(("get_", "_get_"))),
+]

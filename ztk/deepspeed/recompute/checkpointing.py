@@ -26,22 +26,6 @@ from ztk.deepspeed.tools.device import get_accelerator
 from ztk.deepspeed.tools.log import logger
 from ztk.parallel.recompute import RecomputePolicy, Regions
 
-__all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
-
-
 _OFFSET = 2718  # between the seeds of the default generator and of MODEL_PARALLEL, as in Megatron
 MODEL_PARALLEL = (
     "model-parallel-rng"  # name in DeepSpeed and Megatron for the state that differs between tensor-parallel ranks
