@@ -162,6 +162,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         micro = batch.train // batch.accumulation
         self.global_samples += batch.train if self.settings.managed_gradient_accumulation else micro * self._backwards
         self._backwards = 0
+        self._advance_schedule(**lr_kwargs)
+
+    def _advance_schedule(self, **lr_kwargs: object) -> None:
+        """Called after the optimizer's step."""
         assert self.optimizer is not None
         self._step_applied = not self.optimizer.overflow
         if self._step_applied and self.lr_scheduler is not None:

@@ -151,10 +151,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _after_batch(self) -> None:
         self.micro_steps += self.micro_batches
         self.global_samples += self.settings.batch.train
-        assert self.optimizer is not None
-        self._step_applied = not self.optimizer.overflow
-        if self._step_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._advance_schedule()
 
     # Questions
 

@@ -28,7 +28,7 @@ def arranged(process: Process, mpu: object) -> Process:
 
     Raises ValueError if ranks that share a model are not neighbours, which is the layout of Megatron and ztk.
     """
-    sequence = int(_ask(mpu, "get_sequence_parallel_world_size")) if hasattr(mpu, _SEQUENCE) else 1
+    sequence = int(_ask(mpu, _SEQUENCE)) if hasattr(mpu, _SEQUENCE) else 1
     if sequence > 1 and not hasattr(mpu, "get_data_parallel_group"):
         # Its "model parallel" ranks share a sequence: `ztk.deepspeed.ulysses.state`.
         return arrange(process, replace(process.mesh.topology, sequence=sequence))
@@ -55,10 +55,9 @@ def in_sequences(process: Process, *, mesh_param: tuple[int, int] | None, config
 
     Raises ValueError for sizes that do not give the number of ranks, and if an mpu differs.
     """
-    asked = tuple(mesh_param) if mesh_param is not None else (config.get("data_parallel_size"), None)
-    data, ranks = asked[0], asked[1] if mesh_param is not None else config.get("sequence_parallel_size")
-    ranks = 1 if ranks is None else ranks
     names = "mesh_param" if mesh_param is not None else "(data_parallel_size, sequence_parallel_size)"
+    data, ranks = mesh_param or (config.get("data_parallel_size"), config.get("sequence_parallel_size"))
+    ranks = 1 if ranks is None else ranks
     own, world = process.mesh.topology, process.world_size
     unit = own.pipeline * own.tensor
     if data is None and isinstance(ranks, int) and ranks > 0:
