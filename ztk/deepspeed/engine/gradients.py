@@ -92,7 +92,7 @@ def take_changes(engine: Engine) -> None:
             value = torch.zeros_like(before) if value is None else value.detach().to(before)
             is_same = (value == before) | (value.isnan() & before.isnan())
             if not bool(is_same.all()):
-                scaled = value.float() * _divisor(engine, is_reduced=bucket.gradient.is_reduced)
+                scaled = value.float() * divisor_of(engine, is_reduced=bucket.gradient.is_reduced)
                 changes[index] = functools.partial(_changed, value=scaled, is_same=is_same)
         unused = [index for index, (value, _) in shown.items() if value is None]  # for `skip_unused`
         engine.zero.reduction.rewrite(bucket, changes=changes, unused=unused)
@@ -111,7 +111,7 @@ def take_assigned(engine: Engine) -> None:
     if engine.zero.policy.stage > 0 or engine.has_gradients:
         return
     assigned = {
-        (bucket, index): gradient_of(parameter).detach().float() * _divisor(engine, is_reduced=False)
+        (bucket, index): gradient_of(parameter).detach().float() * divisor_of(engine, is_reduced=False)
         for bucket in engine.zero.buckets
         for index, parameter in enumerate(bucket.parameters)
         if bucket.traits.trainable and gradient_of(parameter) is not None
@@ -129,7 +129,7 @@ def forget_gradients(engine: Engine) -> None:
 
 def _show(parameter: nn.Parameter) -> Tensor | None:
     owner = owner_of(parameter)
-    if owner is None or not owner.bucket.traits.trainable:
+    if owner is None or not owner.is_trained:
         return None
     engine = owner.engine
     if engine.zero.policy.stage > 0:
@@ -154,7 +154,7 @@ def _is_clipped_by_value() -> bool:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     owner = owner_of(parameter)
-    return owner is not None and owner.bucket.traits.trainable and owner.engine.zero.policy.stage > 0
+    return owner is not None and owner.is_trained and owner.engine.zero.policy.stage > 0
 
 
 def local_gradient(owner: Owner) -> Tensor | None:
@@ -165,10 +165,11 @@ def local_gradient(owner: Owner) -> Tensor | None:
 def _of_buffer(owner: Owner) -> Tensor | None:
     gradient, index = owner.bucket.gradient, [place.name for place in owner.bucket.layout.placements].index(owner.name)
     value = gradient.read(index)
-    return None if value is None else value.float() / _divisor(owner.engine, is_reduced=gradient.is_reduced)
+    return None if value is None else value.float() / divisor_of(owner.engine, is_reduced=gradient.is_reduced)
 
 
-def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
+def divisor_of(engine: Engine, *, is_reduced: bool = True) -> Tensor:
+    """Returns the ratio of a gradient in the engine's buffer to the averaged, unscaled one, a scalar."""
     return engine.control.loss_scale * (engine.control.gradient_divisor if is_reduced else engine.accumulation_steps)
 
 

@@ -20,6 +20,11 @@ class Owner:
     name: str
     number: int
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the parameter is not frozen."""
+        return self.bucket.traits.trainable
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:

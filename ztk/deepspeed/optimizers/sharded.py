@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             first = numbers
             for parameter in group["params"]:
                 owner = owner_of(parameter)
-                if owner is not None and owner.bucket.traits.trainable:
+                if owner is not None and owner.is_trained:
                     owners[numbers] = owner
                 numbers += 1
             plain = {key: value for key, value in group.items() if key != "params"}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.engine.gradients import local_gradient
+from ztk.deepspeed.engine.gradients import divisor_of, local_gradient
 from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.optim import TorchStep
 from ztk.zero.state.named import local_range
@@ -32,11 +32,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     accumulation steps. Otherwise, and for a parameter without an engine, returns None.
     """
     owner = owner_of(param)
-    if owner is None or not _trained(owner):
+    if owner is None or not owner.is_trained:
         return None
     gradient = _read(owner, kind=GRADIENT)
     if gradient is not None:
-        return gradient / _divisor_of(owner)
+        return gradient / divisor_of(owner.engine)
     return None if owner.engine.synchronises else local_gradient(owner)
 
 
@@ -46,7 +46,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises ValueError for a state that the optimizer does not have.
     """
     owner = owner_of(param)
-    if owner is None or not _trained(owner):
+    if owner is None or not owner.is_trained:
         return None
     _check_state(owner, key=optim_state_key)
     return _read(owner, kind=optim_state_key)
@@ -73,7 +73,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     Raises ValueError for a frozen parameter, an unknown state, and another shape.
     """
     owner = _owned(param, value=value)
-    if not _trained(owner):
+    if not owner.is_trained:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
     _check_state(owner, key=optim_state_key, sets=True)
     _write(owner, value=value, kind=optim_state_key)
@@ -97,20 +97,20 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Returns the master weights."""
     owner = _sharded(param)
-    return _read(owner, kind=MASTER, local=True) if _trained(owner) else None
+    return _read(owner, kind=MASTER, local=True) if owner.is_trained else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Returns the gradient for the next step, averaged, without loss scale: between the backward at a boundary and `step()`."""
     owner = _sharded(param)
-    gradient = _read(owner, kind=GRADIENT, local=True) if _trained(owner) else None
-    return None if gradient is None else gradient / _divisor_of(owner)
+    gradient = _read(owner, kind=GRADIENT, local=True) if owner.is_trained else None
+    return None if gradient is None else gradient / divisor_of(owner.engine)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Returns one optimizer state."""
     owner = _sharded(param)
-    if not _trained(owner):
+    if not owner.is_trained:
         return None
     _check_state(owner, key=optim_state_key)
     return _read(owner, kind=optim_state_key, local=True)
@@ -137,7 +137,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 def weights_of(owner: Owner) -> str:
     """Returns the kind of state that holds a parameter's weights."""
-    return MASTER if _trained(owner) else FROZEN
+    return MASTER if owner.is_trained else FROZEN
 
 
 def _read(owner: Owner, *, kind: str, local: bool = False) -> Tensor | None:
@@ -153,23 +153,13 @@ def _write(owner: Owner, *, value: Tensor, kind: str, local: bool = False) -> No
         state.write(owner.bucket, values={owner.name: value}, kind=kind)
 
 
-def _trained(owner: Owner) -> bool:
-    return owner.bucket.traits.trainable
-
-
-def _divisor_of(owner: Owner) -> Tensor:
-    """Returns the ratio of a reduced gradient to the averaged, unscaled one, a scalar."""
-    control = owner.engine.control
-    return control.loss_scale * control.gradient_divisor
-
-
 def _scaled(owner: Owner, *, value: Tensor) -> Tensor:
     """Returns `value` in the engine's scale of a gradient. Raises ValueError unless there is a reduced one."""
     if not owner.engine.zero.named_state.has_gradient(owner.bucket):
         raise ValueError(
             f"parameter {owner.name} has no reduced gradient now: set it between the backward at a boundary and step()"
         )
-    return value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * _divisor_of(owner)
+    return value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * divisor_of(owner.engine)
 
 
 def _owned(param: nn.Parameter, *, value: Tensor) -> Owner:
@@ -193,7 +183,7 @@ def _sharded(param: nn.Parameter) -> Owner:
 
 def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
     owner = _sharded(param)
-    if not _trained(owner):
+    if not owner.is_trained:
         raise ValueError(f"parameter {owner.name} is frozen: it has no master weights, gradient or optimizer states")
     expected = len(local_range(owner.bucket, name=owner.name))
     if not isinstance(value, Tensor) or value.numel() != expected:
