@@ -29,7 +29,7 @@ from ztk.checkpoint.sources import (
     StateDictSource,
     TorchDistributedSource,
 )
-from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama, which may store tied weights twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)
@@ -184,14 +184,12 @@ def _write(source: Source, *, temporary: Path, plan: _Plan) -> Manifest:
         for key, (kind, name) in plan.places.items()
     }
     specs = [TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop,)) for part in slices.values()]
-    writer = TensorFileWriter(temporary / file_name(0), specs=specs, metadata={"format": "pt"})
-    try:
-        for key, part in slices.items():
-            for values in source.ranges(key):
-                writer.append(part.key, value=values.float())
-        writer.finish()
-    finally:
-        writer.close()
+    keys = {part.key: key for key, part in slices.items()}
+    writer = write_tensors(
+        temporary / file_name(0),
+        specs=specs,
+        ranges=lambda name: (values.float() for values in source.ranges(keys[name])),
+    )
     return Manifest(
         step=source.step,
         created=time.time(),

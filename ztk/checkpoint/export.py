@@ -24,7 +24,7 @@ from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
 from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
-from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
@@ -158,7 +158,9 @@ def export_safetensors(
     weights = Weights(manifest, dtype=dtype, names=names, ema=ema, is_merged=is_merged)
     with closing(weights), _new_folder(Path(to)) as folder:
         files = _cut(weights.specs, shard_bytes=shard_bytes)
-        nbytes = sum(_write(folder / name, specs=specs, weights=weights) for name, specs in files.items())
+        nbytes = sum(
+            write_tensors(folder / name, specs=specs, ranges=weights.ranges).nbytes for name, specs in files.items()
+        )
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(spec.nbytes for specs in files.values() for spec in specs)},
@@ -223,9 +225,9 @@ def export_adapter(
     names, config = adapter_view(manifest, adapter=adapter)
     weights = Weights(manifest, dtype=dtype, names=names, ema=ema)
     with closing(weights), _new_folder(Path(to)) as folder:
-        nbytes = _write(folder / "adapter_model.safetensors", specs=weights.specs, weights=weights)
+        written = write_tensors(folder / "adapter_model.safetensors", specs=weights.specs, ranges=weights.ranges)
         _write_json(folder / "adapter_config.json", value=config)
-    return ExportReport(path=Path(to), files=1, nbytes=nbytes)
+    return ExportReport(path=Path(to), files=1, nbytes=written.nbytes)
 
 
 def export_state_dict(
@@ -375,18 +377,6 @@ def _cut(specs: list[TensorSpec], *, shard_bytes: int) -> dict[str, list[TensorS
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
-
-
-def _write(path: Path, *, specs: list[TensorSpec], weights: Weights) -> int:
-    writer = TensorFileWriter(path, specs=specs, metadata={"format": "pt"})
-    try:
-        for spec in specs:
-            for values in weights.ranges(spec.key):
-                writer.append(spec.key, value=values)
-        writer.finish()
-    finally:
-        writer.close()
-    return writer.nbytes
 
 
 def _full_tensor(weights: Weights, *, spec: TensorSpec) -> Tensor:

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -93,6 +93,21 @@ class TensorFileWriter:
     def checksums(self, key: str) -> list[int]:
         """Returns the crc32 per block of tensor `key`."""
         return self._checksums[key].values
+
+
+def write_tensors(
+    path: Path, *, specs: Sequence[TensorSpec], ranges: Callable[[str], Iterable[Tensor]]
+) -> TensorFileWriter:
+    """Writes a file and returns its closed writer. ranges: key -> the tensor's values in order, in parts of any shape. Raises OSError."""
+    writer = TensorFileWriter(path, specs=specs, metadata={"format": "pt"})
+    try:
+        for spec in specs:
+            for values in ranges(spec.key):
+                writer.append(spec.key, value=values)
+        writer.finish()
+    finally:
+        writer.close()
+    return writer
 
 
 def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ztk.checkpoint.folder import sync_folder
 from ztk.checkpoint.gguf.families import as_transformers, config_of, to_transformers
 from ztk.checkpoint.gguf.tokenizer import write_tokenizer
-from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +144,11 @@ def _write_weights(tensors: dict[str, Any], *, config: dict[str, Any], path: Pat
         TensorSpec(key=name, dtype=_DTYPES.get(tensor.tensor_type.name, torch.float32), shape=_shape(tensor))
         for name, tensor in tensors.items()
     ]
-    writer = TensorFileWriter(path, specs=specs, metadata={"format": "pt"})
-    try:
-        for name, tensor in tensors.items():
-            value = as_transformers(values_of(tensor), name=tensor.name, config=config)
-            writer.append(name, value=value.reshape(-1))
-        writer.finish()
-    finally:
-        writer.close()
+
+    def values(name: str) -> list[Tensor]:
+        return [as_transformers(values_of(tensors[name]), name=tensors[name].name, config=config)]
+
+    write_tensors(path, specs=specs, ranges=values)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
