@@ -114,7 +114,7 @@ def _of_checkpoint(step: Path) -> Adapter:
         raise CheckpointError(f"{step} has no adapter: name a run that was trained with lora=adapter")
     weights = Weights(manifest, dtype=torch.float32, names=dict(zip(names, names, strict=True)))
     try:
-        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+        state = {name: weights.full(name) for name in names}
     finally:
         weights.close()
     scale = scale_of(manifest)

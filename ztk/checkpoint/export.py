@@ -98,6 +98,15 @@ class Weights:
             yield self.read(name, start=start, stop=min(start + RANGE_ELEMENTS, numel))
 
     def read(self, name: str, *, start: int, stop: int) -> Tensor:
+    def full(self, name: str) -> Tensor:
+        """Returns `name` in its shape."""
+        info = self._infos[name]
+        flat, start = torch.empty(prod(info.shape), dtype=self._dtype_of(info)), 0
+        for values in self.ranges(name):
+            flat[start : start + values.numel()] = values
+            start += values.numel()
+        return flat.view(info.shape)
+
         """Returns elements [start, stop) of the flat values of `name`."""
         info = self._infos[name]
         values = self._stored(info, start=start, stop=stop)
@@ -241,7 +250,7 @@ def export_state_dict(
     temporary = _temporary_beside(to)
     weights = Weights(manifest, dtype=dtype, ema=ema)
     try:
-        state = {spec.key: _full_tensor(weights, spec=spec) for spec in weights.specs}
+        state = {spec.key: weights.full(spec.key) for spec in weights.specs}
         state |= {name: state[canonical] for name, canonical in manifest.tied.items()}
         to.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
@@ -377,12 +386,3 @@ def _cut(specs: list[TensorSpec], *, shard_bytes: int) -> dict[str, list[TensorS
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
-
-
-def _full_tensor(weights: Weights, *, spec: TensorSpec) -> Tensor:
-    out = torch.empty(spec.shape, dtype=spec.dtype)
-    flat, start = out.view(-1), 0
-    for values in weights.ranges(spec.key):
-        flat[start : start + values.numel()].copy_(values)
-        start += values.numel()
-    return out

@@ -240,7 +240,7 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
     manifest = checkpoint.read_manifest(step)
     weights = Weights(manifest, dtype=torch.float32, ema=ema, is_merged=config.model.path is None)
     try:
-        state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+        state = {spec.key: weights.full(spec.key) for spec in weights.specs}
     finally:
         weights.close()
     state |= {

@@ -255,14 +255,10 @@ def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: li
     module = empty_decoder(config) if config.model.path is None else empty_causal(config.model.path)
     manifest = checkpoint.read_manifest(step)
     weights = Weights(manifest, dtype=torch.float32, ema=ema)
-    shapes = {spec.key: spec.shape for spec in weights.specs}
-    first = {own: own for own in shapes} | {tied: own for tied, own in manifest.tied.items() if own in shapes}
-
-    def read(own: str) -> Tensor:
-        key = first[own]
-        return torch.cat(list(weights.ranges(key))).view(shapes[key])
-
-    return _Source(name=name, module=module, state=Parameters(list(first), read=read), text=text, close=weights.close)
+    keys = [spec.key for spec in weights.specs]
+    first = {own: own for own in keys} | {tied: own for tied, own in manifest.tied.items() if own in keys}
+    state = Parameters(list(first), read=lambda own: weights.full(first[own]))
+    return _Source(name=name, module=module, state=state, text=text, close=weights.close)
 
 
 def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = None) -> str:
