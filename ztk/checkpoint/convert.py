@@ -20,16 +20,9 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.llama import FROM_LLAMA, decoder_config
 from ztk.checkpoint.manifest import BUFFER, MANIFEST, Manifest, TensorInfo, encode_manifest
 from ztk.checkpoint.shardfile import Slice, describe_file, file_name
-from ztk.checkpoint.sources import (
-    FROZEN,
-    MASTER,
-    Key,
-    SafetensorsSource,
-    Source,
-    StateDictSource,
-    TorchDistributedSource,
-)
+from ztk.checkpoint.sources import Key, SafetensorsSource, Source, StateDictSource, TorchDistributedSource
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama, which may store tied weights twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)

@@ -28,6 +28,7 @@ from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at a time
 SHARD_BYTES = 5 << 30  # bytes per exported file, the default of Hugging Face
@@ -65,7 +66,7 @@ class Weights:
             raise CheckpointError(
                 f"{manifest.path} has no average of the weights: train with ema.decay=0.999, or ask for the weights"
             )
-        self._trained = AVERAGE if ema else "master"
+        self._trained = AVERAGE if ema else MASTER
         self._reader, self._dtype = StateReader(manifest), dtype
         infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
         self._adapters: dict[str, TensorInfo] = {}
@@ -97,7 +98,6 @@ class Weights:
         for start in range(0, numel, RANGE_ELEMENTS):
             yield self.read(name, start=start, stop=min(start + RANGE_ELEMENTS, numel))
 
-    def read(self, name: str, *, start: int, stop: int) -> Tensor:
     def full(self, name: str) -> Tensor:
         """Returns `name` in its shape."""
         info = self._infos[name]
@@ -107,6 +107,7 @@ class Weights:
             start += values.numel()
         return flat.view(info.shape)
 
+    def read(self, name: str, *, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flat values of `name`."""
         info = self._infos[name]
         values = self._stored(info, start=start, stop=stop)
@@ -116,7 +117,7 @@ class Weights:
         return values.to(self._dtype_of(info))
 
     def _stored(self, info: TensorInfo, *, start: int, stop: int) -> Tensor:
-        kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else "parameter"
+        kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else FROZEN
         return self._reader.read(name=info.name, kind=kind, start=start, stop=stop)
 
     def _product(self, info: TensorInfo, *, below: TensorInfo, start: int, stop: int) -> Tensor:
@@ -307,9 +308,9 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
 
 def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields (key, full tensor) of weights, buffers and moments, stored in a memory-mapped file."""
-    wanted = [("buffer", info, f"model.{info.name}") for info in manifest.buffers]
+    wanted = [(BUFFER, info, f"model.{info.name}") for info in manifest.buffers]
     for info in manifest.parameters:
-        wanted.append(("master" if info.trainable else "parameter", info, f"model.{info.name}"))
+        wanted.append((MASTER if info.trainable else FROZEN, info, f"model.{info.name}"))
         if info.trainable:
             kinds = manifest.state_names or ()
             wanted += [(kind, info, f"optim.state.{info.name}.{kind}") for kind in kinds]

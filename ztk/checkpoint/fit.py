@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.manifest import FROZEN, Manifest, TensorInfo
+from ztk.checkpoint.manifest import Manifest, TensorInfo
 from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
 from ztk.zero.buckets.context import AVERAGE
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 _SHOWN = 4  # names per error message
 _RANGE_ELEMENTS = 1 << 20  # elements compared at a time
@@ -151,7 +152,7 @@ def check_ties(manifest: Manifest, *, info: ModelInfo, reader: StateReader) -> N
 
 
 def _weights(reader: StateReader, *, name: str, start: int, stop: int) -> Tensor:
-    kind = "master" if reader.has(name=name, kind="master") else FROZEN
+    kind = MASTER if reader.has(name=name, kind=MASTER) else FROZEN
     return reader.read(name=name, kind=kind, start=start, stop=stop)
 
 

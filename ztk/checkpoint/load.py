@@ -17,7 +17,7 @@ from ztk.checkpoint.errors import Agreement, CheckpointError
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import open_manifest, resolve
 from ztk.checkpoint.groups import check_second_moments
-from ztk.checkpoint.manifest import BUFFER, FROZEN, Manifest
+from ztk.checkpoint.manifest import BUFFER, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
@@ -25,6 +25,7 @@ from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.core.runtime.part import Part
 from ztk.zero.buckets.context import AVERAGE
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +135,9 @@ def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_onl
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
         if kind == AVERAGE and (weights_only or not reader.has(name=name, kind=AVERAGE)):
-            kind = "master"
-        if kind in ("master", "parameter"):
-            kind = "master" if reader.has(name=name, kind="master") else "parameter"
+            kind = MASTER
+        if kind in (MASTER, FROZEN):
+            kind = MASTER if reader.has(name=name, kind=MASTER) else FROZEN
         elif weights_only:
             return torch.zeros(stop - start)
         return reader.read(name=name, kind=kind, start=start, stop=stop, part=parts.get(name))
@@ -180,7 +181,7 @@ def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) 
     for name, buffer in persistent_buffers(engine.module):
         if name in keep:
             continue
-        kind = next(kind for kind in (BUFFER, "master", FROZEN) if reader.has(name=name, kind=kind))
+        kind = next(kind for kind in (BUFFER, MASTER, FROZEN) if reader.has(name=name, kind=kind))
         value = reader.read(name=name, kind=kind, start=0, stop=buffer.numel())
         buffer.data.copy_(value.view(buffer.shape))
 

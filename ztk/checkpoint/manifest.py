@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ _PREFIX = b'{"sha256":"'
 _MIDDLE = b'",\n"manifest":'
 _SUFFIX = b"}\n"
 
-FROZEN = "parameter"  # kind of a frozen parameter
 BUFFER = "buffer"  # kind of a module's persistent buffer
 RNG = "rng"  # kind of a rank's random number generators
 
@@ -105,13 +105,7 @@ class Manifest:
 
     @property
     def num_parameters(self) -> int:
-        total = 0
-        for info in self.parameters:
-            numel = 1
-            for size in info.shape:
-                numel *= size
-            total += numel
-        return total
+        return sum(prod(info.shape) for info in self.parameters)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES
-from ztk.checkpoint.manifest import BUFFER, FROZEN, RNG, Entry, StateFile
+from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.core.runtime.part import Part
+from ztk.zero.update.piece_states import FROZEN
 
 Append = Callable[..., None]  # called as append(key, value=)
 

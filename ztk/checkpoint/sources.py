@@ -17,8 +17,8 @@ from torch import Tensor
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import RANGE_ELEMENTS
+from ztk.zero.update.piece_states import MASTER
 
-MASTER, FROZEN = "master", "parameter"
 Key = tuple[str, str]
 _OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer|optimizer_state)\.state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
 

@@ -11,6 +11,7 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import every_checkpoint
 from ztk.checkpoint.manifest import BUFFER, RNG, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +67,9 @@ def _expected(manifest: Manifest):
     """Yields (kind, info) of all parameter state."""
     for info in manifest.parameters:
         if not info.trainable:
-            yield "parameter", info
+            yield FROZEN, info
         else:
-            yield from ((kind, info) for kind in ("master", *(manifest.state_names or ())))
+            yield from ((kind, info) for kind in (MASTER, *(manifest.state_names or ())))
 
 
 def describe(manifest: Manifest, *, with_parameters: bool = False) -> str:

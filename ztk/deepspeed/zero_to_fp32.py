@@ -27,9 +27,9 @@ from ztk.checkpoint.export import RANGE_ELEMENTS
 from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
-from ztk.checkpoint.sources import FROZEN, MASTER
 from ztk.deepspeed.tools import device
 from ztk.deepspeed.tools.log import logger
+from ztk.zero.update.piece_states import FROZEN, MASTER
 
 SCRIPT = "zero_to_fp32.py"  # its name next to the checkpoints
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -17,7 +17,8 @@ from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.gguf.families import as_gguf, metadata_of, to_gguf
 from ztk.checkpoint.gguf.reading import gguf_library
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer
-from ztk.checkpoint.sources import MASTER, SafetensorsSource
+from ztk.checkpoint.sources import SafetensorsSource
+from ztk.zero.update.piece_states import MASTER
 
 KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1")
 _HEADS = (
