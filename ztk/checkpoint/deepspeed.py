@@ -75,7 +75,7 @@ class DeepSpeedSource:
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
         for part in self._parts[key]:
-            yield from (part[start : start + RANGE_ELEMENTS] for start in range(0, part.numel(), RANGE_ELEMENTS))
+            yield from part.split(RANGE_ELEMENTS)
 
     def _add(self, kind: str, *, name: str, shape, parts: list[Tensor]) -> None:
         left, cut = prod(shape), []

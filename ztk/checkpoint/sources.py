@@ -1,10 +1,7 @@
 """Reads weights and optimizer states in other formats, one range of one tensor at a time. Values keep the dtype of the files."""
 
-import json
-import os
 import pickle
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from enum import Enum
@@ -12,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import RANGE_ELEMENTS
 from ztk.zero.update.piece_states import MASTER
@@ -51,43 +48,31 @@ class _Weights:
 
 
 class SafetensorsSource(_Weights):
-    """Weights in safetensors files."""
+    """Weights in safetensors files, which stay memory-mapped.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or of another format.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
         super().__init__()
-        self._places: dict[str, tuple[Path, int, dict]] = {}
+        self._files: dict[str, Any] = {}
         for path in paths:
-            self._read_header(path)
-
-    def _read_header(self, path: Path) -> None:
-        try:
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                size = os.fstat(file.fileno()).st_size
-                header = json.loads(file.read(length)) if length < size else None
-        except (OSError, struct.error, ValueError) as error:
-            raise CheckpointError(f"{path} is missing or not a safetensors file: {error}") from error
-        entries = {} if header is None else {key: value for key, value in header.items() if key != "__metadata__"}
-        end = max((value["data_offsets"][1] for value in entries.values()), default=0)
-        if header is None or size != 8 + length + end:
-            raise CheckpointError(f"{path} is truncated: {size} bytes are fewer than its header announces")
-        for name, entry in entries.items():
-            self._places[name] = (path, 8 + length, entry)
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is missing, truncated or not a safetensors file: {error}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> dict[Key, tuple[int, ...]]:
-        return {(MASTER, name): tuple(entry["shape"]) for name, (_, _, entry) in self._places.items()}
+        return {(MASTER, name): tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def full(self, name: str) -> Tensor:
+        """Returns a tensor in its shape."""
+        return self._files[name].get_tensor(name)
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
-        path, base, entry = self._places[key[1]]
-        dtype = DTYPES[entry["dtype"]]
-        start, stop = entry["data_offsets"]
-        with open(path, "rb") as file:
-            file.seek(base + start)
-            while start < stop:
-                data = bytearray(min(RANGE_ELEMENTS * dtype.itemsize, stop - start))
-                file.readinto(data)
-                yield torch.frombuffer(data, dtype=dtype)
-                start += len(data)
+        yield from self.full(key[1]).view(-1).split(RANGE_ELEMENTS)
 
 
 def load_plain(path: Path) -> Any:
@@ -139,8 +124,7 @@ class StateDictSource(_Weights):
         return {(MASTER, name): tuple(value.shape) for name, value in self._tensors.items()}
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
-        flat = self._tensors[key[1]].contiguous().view(-1)
-        yield from (flat[start : start + RANGE_ELEMENTS] for start in range(0, flat.numel(), RANGE_ELEMENTS))
+        yield from self._tensors[key[1]].contiguous().view(-1).split(RANGE_ELEMENTS)
 
 
 class TorchDistributedSource(_Weights):
