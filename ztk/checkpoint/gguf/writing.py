@@ -3,10 +3,11 @@
 import json
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from ztk.checkpoint.gguf.families import as_gguf, metadata_of, to_gguf
 from ztk.checkpoint.gguf.reading import gguf_library
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer
 from ztk.checkpoint.sources import SafetensorsSource
-from ztk.zero.update.piece_states import MASTER
 
 KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1")
 _HEADS = (
@@ -27,13 +27,14 @@ _HEADS = (
 )  # 8 bits in 4-bit formats, because their errors affect the logits directly
 
 
-class _Model(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Model:
+    """A model in a checkpoint or in a transformers folder. tokenizer: folder with its files. full: name -> tensor in its shape."""
+
     config: dict[str, Any]
     tokenizer: Path
-
-    def names(self) -> list[str]: ...
-
-    def full(self, name: str) -> Tensor: ...
+    names: list[str]
+    full: Callable[[str], Tensor]
 
 
 def export_gguf(
@@ -68,55 +69,24 @@ def export_gguf(
 
 @contextmanager
 def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
-    if not (path / "config.json").is_file():
-        with closing(_CheckpointModel(path, ema=ema)) as model:
-            yield model
+    if (path / "config.json").is_file():
+        if ema:
+            raise ValueError(f"--ema: {path} has one set of weights; leave it out, or name a checkpoint")
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        source = SafetensorsSource(sorted(path.glob("*.safetensors")))
+        yield _Model(config=config, tokenizer=path, names=[name for _, name in source.shapes()], full=source.full)
         return
-    if ema:
-        raise ValueError(f"--ema: {path} has one set of weights; leave it out, or name a checkpoint")
-    yield _FolderModel(path)
-
-
-class _FolderModel:
-    """A model in a transformers folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.config, self.tokenizer = json.loads((path / "config.json").read_text(encoding="utf-8")), path
-        self._source = SafetensorsSource(sorted(path.glob("*.safetensors")))
-        self._shapes = {name: shape for (_, name), shape in self._source.shapes().items()}
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def full(self, name: str) -> Tensor:
-        return torch.cat(list(self._source.ranges((MASTER, name)))).view(self._shapes[name])
-
-
-class _CheckpointModel:
-    """A ztk checkpoint. A native decoder becomes a Llama."""
-
-    def __init__(self, path: Path, *, ema: bool) -> None:
-        manifest = full_manifest(path)
-        names, config = transformers_view(manifest, dtype=torch.float32)
-        if config is None:
-            raise ValueError(
-                f"--format gguf: {manifest.path} has adapters of peft: merge them (merge_and_unload) and save the model, then export the folder"
-            )
-        is_merged = "decoder" in (manifest.model or {})
-        self.config, self._stack = config, ExitStack()
-        step = resolve(path)
-        self.tokenizer = run_tokenizer(step) or step
-        self._weights = Weights(manifest, dtype=torch.float32, names=names, ema=ema, is_merged=is_merged)
-        self._shapes = {spec.key: spec.shape for spec in self._weights.specs}
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def full(self, name: str) -> Tensor:
-        return torch.cat(list(self._weights.ranges(name))).view(self._shapes[name])
-
-    def close(self) -> None:
-        self._weights.close()
+    manifest = full_manifest(path)
+    names, config = transformers_view(manifest, dtype=torch.float32)  # a native decoder becomes a Llama
+    if config is None:
+        raise ValueError(
+            f"--format gguf: {manifest.path} has adapters of peft: merge them (merge_and_unload) and save the model, then export the folder"
+        )
+    is_merged = "decoder" in (manifest.model or {})
+    step = resolve(path)
+    with closing(Weights(manifest, dtype=torch.float32, names=names, ema=ema, is_merged=is_merged)) as weights:
+        own = [spec.key for spec in weights.specs]
+        yield _Model(config=config, tokenizer=run_tokenizer(step) or step, names=own, full=weights.full)
 
 
 def _write(model: _Model, *, path: Path, kind: str, library: Any) -> None:
@@ -167,7 +137,7 @@ def _write_tensors(model: _Model, *, writer: Any, kind: str, library: Any) -> No
 def _places(model: _Model) -> dict[str, str]:
     """Returns name in the file -> name in the model. Omits a tied head."""
     found = {}
-    for name in model.names():
+    for name in model.names:
         place = to_gguf(name)
         if place is None:
             raise ValueError(f"--format gguf: {name} has no place in a GGUF file; leave --format out")
