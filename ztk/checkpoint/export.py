@@ -248,17 +248,10 @@ def export_state_dict(
     The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
     """
     manifest, to = full_manifest(path), Path(to)
-    temporary = _temporary_beside(to)
-    weights = Weights(manifest, dtype=dtype, ema=ema)
-    try:
+    with new_file(to) as temporary, closing(Weights(manifest, dtype=dtype, ema=ema)) as weights:
         state = {spec.key: weights.full(spec.key) for spec in weights.specs}
         state |= {name: state[canonical] for name, canonical in manifest.tied.items()}
-        to.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
-        os.rename(temporary, to)
-    finally:
-        weights.close()
-        temporary.unlink(missing_ok=True)
     return ExportReport(path=to, files=1, nbytes=to.stat().st_size)
 
 
@@ -362,6 +355,22 @@ def _new_folder(to: Path) -> Iterator[Path]:
     except BaseException:
         discard(temporary, token="")
         raise
+
+
+@contextmanager
+def new_file(to: Path) -> Iterator[Path]:
+    """Yields a temporary path whose file is renamed to `to` at the end and removed after an error.
+
+    Raises:
+        ValueError: `to` exists.
+    """
+    temporary = _temporary_beside(to)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        os.rename(temporary, to)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_json(path: Path, *, value: object) -> None:

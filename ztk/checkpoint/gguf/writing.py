@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.architecture import transformers_view
-from ztk.checkpoint.export import ExportReport, Weights, full_manifest, run_tokenizer
+from ztk.checkpoint.export import ExportReport, Weights, full_manifest, new_file, run_tokenizer
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.gguf.families import as_gguf, metadata_of, to_gguf
 from ztk.checkpoint.gguf.reading import gguf_library
@@ -54,16 +53,8 @@ def export_gguf(
     if kind not in KINDS:
         raise ValueError(f"--kind {kind}: must be {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     library, target = gguf_library(), Path(to)
-    if target.exists():
-        raise ValueError(f"{target} exists; name another place, or remove it first")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        with _opened(Path(path), ema=ema) as model:
-            _write(model, path=temporary, kind=kind, library=library)
-        os.rename(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file(target) as temporary, _opened(Path(path), ema=ema) as model:
+        _write(model, path=temporary, kind=kind, library=library)
     return ExportReport(path=target, files=1, nbytes=target.stat().st_size)
 
 
