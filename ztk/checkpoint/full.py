@@ -6,13 +6,12 @@
 Weights have the model's compute dtype, buffers their own.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ztk.checkpoint.model import tied_names
+from ztk.checkpoint.model import persistent_buffers, tied_names
 from ztk.checkpoint.subject import Subject
 from ztk.core.runtime import Comm
 from ztk.core.runtime.part import Part
@@ -62,7 +61,7 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
         if keeps or cut:
             values[name] = value.detach().to("cpu", copy=True)
     held = _parameters_held(engine)
-    for name, buffer in persistent_buffers(module):
+    for name, buffer in persistent_buffers(module, every_name=True):
         values[name] = buffer.detach().to("cpu", copy=True)
         held[name] = _Held(part=Part.everything(tuple(buffer.shape)), dtype=buffer.dtype, trainable=True)
     ties = tied_names(module)
@@ -76,14 +75,6 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
     wanted = {name for name, item in held.items() if item.trainable or not exclude_frozen}
     state = {name: value for name, value in values.items() if name in wanted}
     return state | {name: state[first] for name, first in ties.items() if first in wanted}
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers of a state_dict, of any shape, under every name."""
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _parameters_held(engine: Subject) -> dict[str, _Held]:

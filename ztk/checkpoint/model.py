@@ -73,12 +73,12 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     }
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, buffer of any shape) of the buffers in a state_dict."""
+def persistent_buffers(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, buffer of any shape) of the buffers in a state_dict. every_name: also the further names of a buffer."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
+            if buffer is None or name in child._non_persistent_buffers_set or (id(buffer) in seen and not every_name):
                 continue
             seen.add(id(buffer))
             yield f"{prefix}.{name}" if prefix else name, buffer

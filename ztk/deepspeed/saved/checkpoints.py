@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
 from ztk.checkpoint.folder import read_pointer
-from ztk.checkpoint.full import is_cut, persistent_buffers
+from ztk.checkpoint.full import is_cut
+from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.sources import reason_of
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.config import Settings
@@ -273,7 +274,7 @@ class Saving:
                     part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
         if errors := [error for rank in comm.gather_objects(errors) for error in rank]:
             raise ValueError(f"load_module_state_dict: {errors[0]}")
-        for name, buffer in persistent_buffers(module):  # every rank has its own copy
+        for name, buffer in persistent_buffers(module, every_name=True):  # every rank has its own copy
             if name in state:
                 buffer.data.copy_(state[name])
 
@@ -305,7 +306,7 @@ def _check_custom(engine: Engine, *, operation: str) -> None:
 def _names(module: nn.Module) -> Iterator[str]:
     """Yields the names in a state_dict."""
     yield from (name for name, _ in module.named_parameters(remove_duplicate=False))
-    yield from (name for name, _ in persistent_buffers(module))
+    yield from (name for name, _ in persistent_buffers(module, every_name=True))
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
