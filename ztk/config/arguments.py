@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, holds_int, holds_number, line_types, section_of
+from ztk.config.keys import expected, holds_int, holds_number, line_types, named_by, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.policies.suggest import did_you_mean
@@ -99,10 +99,10 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
             ]
         faults += found
         if not found:
-            accepted.append(override if _bare(override).partition(".")[0] in own else _whole_numbers(override))
+            accepted.append(override if named_by(override).partition(".")[0] in own else _whole_numbers(override))
     if faults:
         raise ConfigError(faults)
-    named = [_bare(word) for word in accepted]
+    named = [named_by(word) for word in accepted]
     replaced = [section for section in _REPLACED if f"{section}.{TARGET}" in named and section not in named]
     return [f"{section}=own" for section in replaced] + accepted
 
@@ -128,23 +128,18 @@ def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> Non
     words += [f"{flag}={value}" for flag, value in pairwise(flags) if flag in _WITH_VALUE]
     given: dict[str, list[str]] = {}
     for word in words:
-        name, _, value = word.partition("=")
-        values = given.setdefault(name.lstrip("+~").partition("@")[0], [])
-        if value not in values:
+        values = given.setdefault(named_by(word), [])
+        if (value := word.partition("=")[2]) not in values:
             values.append(value)
     doubled = {name: [f"{name}={value}" for value in values] for name, values in given.items() if len(values) > 1}
     if doubled:
         raise ConfigError([f"{' and '.join(words)}: {name} has one value; keep one" for name, words in doubled.items()])
 
 
-def _bare(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
 def _own_sections(overrides: list[str], *, folders: list[str]) -> frozenset[str]:
     """Returns the sections that take any key: the user's, and those whose object this line or the user's option files replace."""
     theirs, found = options_of(folders[1:]), {*FREE}
-    for name, value in ((_bare(word), word.partition("=")[2]) for word in overrides):
+    for name, value in ((named_by(word), word.partition("=")[2]) for word in overrides):
         section = name.partition(".")[0]
         if name in ("experiment", "sweep") and theirs:
             found |= {*OBJECTS}  # an option file may set any of them

@@ -25,7 +25,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
-from ztk.config.keys import SWEEP, flatten, leaf_types, path_keys, read, run_keys, section_of, write
+from ztk.config.keys import SWEEP, flatten, leaf_types, named_by, path_keys, read, run_keys, section_of, write
 from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, take_user
@@ -164,11 +164,8 @@ def to_config(
         raise refusal(error, overrides=overrides) from None
     config.own, config.user = own, user
     given = _given(config, overrides=overrides, options=options)
-    if (
-        config.data.path is not None
-        and config.data.name is DataName.stdlib
-        and not _chosen("data", overrides=overrides)
-    ):
+    chooses_data = "data" in map(named_by, overrides)
+    if config.data.path is not None and config.data.name is DataName.stdlib and not chooses_data:
         config.data.name = DataName.files  # a path is enough to choose files
     choose_rollouts(config, given=given, machine=machine)
     null_unused_defaults(config, given=given, machine=machine)
@@ -233,7 +230,7 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     A key counts if it is on the command line, or if an experiment sets it to another value than the defaults and options.
     """
     known = leaf_types()
-    named = {key for key in (_key(override) for override in overrides) if key in known or key in options}
+    named = {key for key in map(named_by, overrides) if key in known or key in options}
     sources = [("", Path(conf_dir(), "config.yaml"))]
     sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
     sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
@@ -249,14 +246,6 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
         if value is not None and key not in interpolated and value != usual.get(key)
     }
     return frozenset(named | changed) - {"output_dir"}
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
-    return any(_key(override) == group for override in overrides)
 
 
 def _settle(config: Config, *, machine: Machine) -> None:

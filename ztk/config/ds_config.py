@@ -7,6 +7,7 @@ rejects are rejected here too.
 from dataclasses import dataclass
 
 from ztk.config.errors import ConfigError
+from ztk.config.keys import named_by
 from ztk.config.machine import Machine
 
 KEY = "ds_config"
@@ -40,7 +41,7 @@ def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
     except DeepSpeedConfigError as error:
         raise ConfigError([f"{KEY}={given[0]}: {fault}" for fault in error.faults]) from None
     made = to_overrides(settings, keeps_global_batch=True)
-    chosen = {word.partition("=")[0].lstrip("+~") for word in others}
+    chosen = {named_by(word) for word in others}
     kept = [word for word in made.words if not _is_given(word, chosen=chosen)]
     return Expanded(words=[*kept, *others], notes=tuple(made.notes))
 

@@ -116,6 +116,11 @@ def written(value: Any) -> str:
     return str(value)
 
 
+def named_by(word: str) -> str:
+    """Returns the key or group that a word of the command line sets: "zero.stage" of "++zero.stage=3"."""
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
 def expected(hint: Any) -> str:
     """Describes the values that a key of this type accepts."""
     if isinstance(hint, types.UnionType):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ztk.config.errors import ConfigError
-from ztk.config.keys import run_keys
+from ztk.config.keys import named_by, run_keys
 
 
 @functools.cache
@@ -26,9 +26,9 @@ class Renamed:
 def rename_keys(overrides: Sequence[str]) -> Renamed:
     """Renames old keys. Raises ConfigError with every key that is given under both names."""
     words, notes, faults = [], [], []
-    keys = {_key(word) for word in overrides}
+    keys = {named_by(word) for word in overrides}
     for word in overrides:
-        old = _key(word)
+        old = named_by(word)
         new = renamed().get(old)
         if new is None:
             words.append(word)
@@ -58,7 +58,3 @@ def hint_of(text: str) -> str:
         if f"'{old.partition('.')[2]}'" in text:
             return f"; it is called {new} now"
     return ""
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ztk.config.batch import AUTO, run_record
-from ztk.config.keys import path_keys, read
+from ztk.config.keys import named_by, path_keys, read
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 
@@ -44,12 +44,12 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
         recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return Resumed(words=list(words))
-    given = {_key(word) for word in words}
+    given = {named_by(word) for word in words}
     config = load(record)
     left = (*_LEFT, *(_OF_RANKS if has_ranks else ()))
     taken = []
     for sign_and_key, value in recorded.items():
-        key = _key(sign_and_key)
+        key = named_by(sign_and_key)
         is_replaced = key in given or key.partition(".")[0] in given or _FOLLOWS.get(key) in given
         if is_replaced or key in left or key.startswith("sweep."):
             continue
@@ -69,10 +69,6 @@ def _record(words: Sequence[str]) -> Path | None:
     if value[0] in "'\"" and value[-1] == value[0]:
         value = value[1:-1].replace(f"\\{value[0]}", value[0])
     return run_record(value)
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def _written(value: Any) -> str:
