@@ -34,8 +34,8 @@ _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*)
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*", re.ASCII)
 
 
-def order_arguments(arguments: list[str]) -> list[str]:
-    """Moves flags before overrides, because Hydra 1.3 rejects a flag between overrides."""
+def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Splits arguments into flags with their values, and overrides. Hydra 1.3 rejects a flag between overrides."""
     flags, overrides = [], []
     pending = iter(arguments)
     for argument in pending:
@@ -43,25 +43,12 @@ def order_arguments(arguments: list[str]) -> list[str]:
             overrides.append(argument)
             continue
         flags.append(argument)
-        if argument in _WITH_VALUE:
-            flags += [value for value in [next(pending, None)] if value is not None]
-        elif argument in ("--info", "-i"):
+        takes_value = argument in _WITH_VALUE
+        if takes_value or argument in ("--info", "-i"):
             value = next(pending, None)
             if value is not None:
-                (flags if value in _INFO else overrides).append(value)
-    return flags + overrides
-
-
-def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits ordered arguments into flags with their values, and overrides."""
-    ordered = order_arguments(arguments)
-    count = len(ordered)
-    while count and not ordered[count - 1].startswith("-"):
-        count -= 1
-    if count and (ordered[count - 1] in _WITH_VALUE or (ordered[count - 1] in ("--info", "-i") and ordered[count:])):
-        taken = ordered[count - 1] in _WITH_VALUE or ordered[count] in _INFO
-        count += int(taken and count < len(ordered))
-    return ordered[:count], ordered[count:]
+                (flags if takes_value or value in _INFO else overrides).append(value)
+    return flags, overrides
 
 
 def extra_folders(flags: list[str]) -> list[str]:
