@@ -74,9 +74,7 @@ def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
 
     Raises ValueError for a configuration that is not of a causal model, and ImportError without transformers.
     """
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
-
-    config = read_config(str(folder))
+    config = _read(folder)
     text = config.get_text_config()
 
     def first(*names: str) -> Any:
@@ -102,20 +100,14 @@ def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
 
 def family_of(model: ModelConfig) -> str | None:
     """Returns the `model_type` of `model.path`, or None for ztk's own model."""
-    if not is_hugging_face(model) or not model.path:
-        return None
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
-
-    return read_config(str(Path(model.path).expanduser())).model_type
+    return _read(model.path).model_type if is_hugging_face(model) and model.path else None
 
 
 def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
     """Returns the non-zero dropout probabilities of the model in `model.path`, by their names in config.json."""
     if not is_hugging_face(model) or not model.path:
         return {}
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
-
-    found = read_config(str(Path(model.path).expanduser())).get_text_config().to_dict()
+    found = _read(model.path).get_text_config().to_dict()
     names = [name for name in found if any(word in name for word in _DROPS) and not name.startswith(_OTHER_HEADS)]
     return {name: float(found[name]) for name in names if isinstance(found[name], int | float) and found[name] > 0}
 
@@ -124,17 +116,21 @@ def adds_router_losses(model: ModelConfig) -> bool:
     """Returns whether the loss of the model in `model.path` includes losses of its routers."""
     if not is_hugging_face(model) or not model.path:
         return False
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
-
-    return bool(getattr(read_config(str(Path(model.path).expanduser())), "output_router_logits", False))
+    return bool(getattr(_read(model.path), "output_router_logits", False))
 
 
 def takes_documents(model: ModelConfig) -> bool:
     """Returns whether texts of the model in `model.path` are packed without padding."""
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
     from ztk.hf.documents import keeps_apart
 
-    return keeps_apart(read_config(str(Path(model.path or "").expanduser())))
+    return keeps_apart(_read(model.path))
+
+
+def _read(folder: str | Path | None) -> Any:
+    """Reads the config.json in `folder` with transformers. Raises as `sizes_of`."""
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
+
+    return read_config(str(Path(folder or "").expanduser()))
 
 
 def hugging_face_faults(config: Config) -> Iterator[str]:
@@ -152,10 +148,9 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
     if topology.context * topology.sequence > 1:
         yield from _parts_faults(config, folder=folder)
     if topology.pipeline > 1:
-        from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
         from ztk.hf.stages import stages_fault
 
-        if (fault := stages_fault(read_config(str(folder)))) is not None:
+        if (fault := stages_fault(_read(folder))) is not None:
             yield fault
     if topology.tensor > 1 and topology.sequence_parallel:
         yield (
@@ -168,11 +163,10 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={model.max_seq_len}"
         )
     if config.data.packing is Packing.documents:
-        from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
         from ztk.hf.documents import documents_fault
 
         in_parts = topology.context * topology.sequence > 1
-        if (fault := documents_fault(read_config(str(folder)), in_parts=in_parts)) is not None:
+        if (fault := documents_fault(_read(folder), in_parts=in_parts)) is not None:
             yield fault
     reads_bytes = config.data.name is not DataName.synthetic and config.data.tokenizer in (None, "bytes")
     if reads_bytes and model.vocab_size < 256:
@@ -181,7 +175,6 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
 
 def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
     """Yields faults of sequences that several ranks share."""
-    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
     from ztk.hf.sequences import sequences_fault
 
     key = "topology.sequence" if config.topology.sequence > 1 else "topology.context"
@@ -189,7 +182,7 @@ def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
         yield (
             f"{key}: task={config.task.name} gives models of transformers full sequences, not parts of them; use {key}=1"
         )
-    read = read_config(str(folder))
+    read = _read(folder)
     if (fault := sequences_fault(read, key=key)) is not None:
         yield fault
     drops = {} if config.task.name == "eval" else dropouts_of(config.model)
