@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ztk.config.rewards import absolute_name, evaluation_config, first_prompt, name_faults
+from ztk.config.text import open_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName
-from ztk.core.policies.runs import draws, has_tokenizer
+from ztk.core.policies.runs import draws
 
 if TYPE_CHECKING:
     from ztk.rl.rollout.environments import Environments
@@ -67,7 +68,6 @@ def prepare_environment(config: Config) -> None:
 
 
 def _play_once(config: Config) -> None:
-    from ztk.data import ByteTokenizer, SubwordTokenizer
     from ztk.rl.align.turns import Turns, tools_of
     from ztk.rl.rollout.environments import EnvironmentFault, Episode, columns_of, prompt_of
 
@@ -81,7 +81,7 @@ def _play_once(config: Config) -> None:
         [step] = environments.step([episode], answers=[_ANSWER])
     except EnvironmentFault as error:
         raise ValueError(f"called once before the run starts: {error}") from None
-    tokenizer = SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
+    tokenizer = open_tokenizer(config)
     turns = Turns(
         tokenizer=tokenizer, by_template=config.data.chat_template is ChatTemplateName.tokenizer, ends=[tokenizer.end]
     )

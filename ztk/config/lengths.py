@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ztk.config.derived import derive
 from ztk.config.evaluating import multiple_of
+from ztk.config.text import open_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
 from ztk.core.policies.runs import (
@@ -23,7 +24,7 @@ from ztk.core.policies.runs import (
 )
 
 if TYPE_CHECKING:
-    from ztk.rl.align import Example
+    from ztk.rl.align import Example, PromptRecord
 
 _ROW = 8  # row lengths of a batch are multiples of this
 ANSWER = 256  # tokens of a pretrained model's answer, TRL's max_completion_length
@@ -94,6 +95,15 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
     return kept
 
 
+def prompts_of(config: Config) -> "list[PromptRecord]":
+    """Returns the prompts of `data.path`. Raises ValueError for a malformed one."""
+    from ztk.rl.align import read_prompts  # imported late: torch takes a second
+
+    by_template = config.data.chat_template is ChatTemplateName.tokenizer
+    tokenizer = open_tokenizer(config)
+    return read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template, fields=config.data.fields)
+
+
 @functools.lru_cache(maxsize=1)
 def _read(
     *,
@@ -150,20 +160,13 @@ def _take_from_records(config: Config) -> list[str]:
 
 
 def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
-    from ztk.data import ByteTokenizer, SubwordTokenizer
-    from ztk.rl.align import read_prompts  # imported late: torch takes a second
-
-    data, context = config.data, config.model.max_seq_len
-    if data.name is not DataName.prompts:
+    if config.data.name is not DataName.prompts:
         return []  # reported by the rules
     _take_answers(config, given=given)
     if KEY in given:
         return []
-    tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
-    by_template = data.chat_template is ChatTemplateName.tokenizer
-    prompts = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template, fields=data.fields)
-    longest = max(len(prompt.tokens) for prompt in prompts) + (config.rollout.max_tokens or 0)
-    _derive(config, longest=min(longest, context), kind="prompt with rollout.max_tokens")
+    longest = max(len(prompt.tokens) for prompt in prompts_of(config)) + (config.rollout.max_tokens or 0)
+    _derive(config, longest=min(longest, config.model.max_seq_len), kind="prompt with rollout.max_tokens")
     return []
 
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ztk.config.lengths import prompts_of
 from ztk.config.own import TARGET, call_later
 from ztk.core.policies.config import Config
-from ztk.core.policies.data import ChatTemplateName
 from ztk.core.policies.reward import is_function_name
-from ztk.core.policies.runs import data_paths, draws, has_tokenizer, is_own
+from ztk.core.policies.runs import draws, is_own
 
 if TYPE_CHECKING:
     from ztk.rl.rollout.rewards import RewardFunctions
@@ -158,13 +158,7 @@ def first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
     """Returns text, record, and whether the prompt is a conversation."""
     if config.data.path is None:
         return _PROMPT, {"number": 0}, False
-    from ztk.data import ByteTokenizer, SubwordTokenizer
-    from ztk.rl.align import read_prompts
-
-    tokenizer = SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
-    by_template = config.data.chat_template is ChatTemplateName.tokenizer
-    options = {"by_template": by_template, "fields": config.data.fields}
-    first = read_prompts(data_paths(config), tokenizer=tokenizer, **options)[0]
+    first = prompts_of(config)[0]
     return first.text, first.record, first.is_chat
 
 

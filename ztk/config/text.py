@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ztk.config.batch import run_folder
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import OnError, Packing
-from ztk.core.policies.runs import BYTES, data_paths, reads_documents
+from ztk.core.policies.runs import BYTES, data_paths, has_tokenizer, reads_documents
 
 if TYPE_CHECKING:
-    from ztk.data import TextPolicy
+    from ztk.data import ByteTokenizer, SubwordTokenizer, TextPolicy
 
 
 def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
@@ -36,6 +36,13 @@ def text_policy(config: Config) -> "TextPolicy":
         ),
         keeps_apart=data.packing is Packing.documents,
     )
+
+
+def open_tokenizer(config: Config) -> "ByteTokenizer | SubwordTokenizer":
+    """Opens the tokenizer of `data.tokenizer`. Raises ValueError for a folder without one that can be used."""
+    from ztk.data import ByteTokenizer, SubwordTokenizer  # imported late: torch takes a second
+
+    return SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
 
 
 def prepare_text(config: Config, *, show: Callable[[int, int, float], None]) -> None:

@@ -9,11 +9,11 @@ from ztk.config.derived import derive
 from ztk.config.keys import written
 from ztk.config.machine import Machine
 from ztk.config.other_models import is_text_model
-from ztk.config.text import tokenizer_of_run
+from ztk.config.text import open_tokenizer, tokenizer_of_run
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.model import ModelInit
-from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face
+from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face, reads_lines
 
 _SLOW = (
     "tokenizer_config.json",
@@ -89,9 +89,7 @@ def _vocabulary(config: Config) -> int:
         if data.vocab_size is None:
             raise ValueError("data.tokenizer=train needs a size: use data.vocab_size=4096")
         return data.vocab_size
-    from ztk.data import SubwordTokenizer  # imported late: torch takes a second
-
-    return SubwordTokenizer.open(str(data.tokenizer)).vocab_size
+    return open_tokenizer(config).vocab_size
 
 
 def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -166,8 +164,7 @@ def _texts_of(folder: Path) -> dict[int, str] | None:
 
 
 def _reads_records(config: Config) -> bool:
-    names = (DataName.chat, DataName.preferences, DataName.prompts)
-    return config.data.name in names and config.data.path is not None
+    return reads_lines(config) and config.data.path is not None
 
 
 def _same(one: Path, *, folder: Path) -> bool:
