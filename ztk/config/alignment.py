@@ -9,14 +9,13 @@ from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
-from ztk.config.rollout import generator_faults
+from ztk.config.rollout import generator_faults, warm_start_faults
 from ztk.config.topology import (
     DEGREES,
     critic_faults,
     padded_expert_faults,
     replicas_of,
     settled_ranks,
-    warm_start_faults,
 )
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
@@ -66,7 +65,12 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _record_faults(config)
     yield from _strategy_faults(config)
     yield from _loss_faults(config)
-    yield from _warm_start_faults(config, machine=machine)
+    yield from warm_start_faults(config, machine=machine)
+    if config.warm_start.steps and config.data.path is not None:
+        yield (
+            "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "
+            "warm_start.path=RUN, the folder of a run of task=sft"
+        )
     if name == "distill":
         yield from _distill_faults(config, machine=machine)
 
@@ -195,38 +199,15 @@ def _loss_faults(config: Config) -> Iterator[str]:
 
 def _adapter_faults(config: Config) -> Iterator[str]:
     """Yields the faults of `task=dpo` with and without `lora=adapter`."""
-    warm, leaves_out = config.warm_start, config.dpo.reference is DpoReferenceName.lora_off
+    leaves_out = config.dpo.reference is DpoReferenceName.lora_off
     if not config.lora.rank:
         if leaves_out:
             yield (
                 "dpo.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or dpo.reference=frozen"
             )
         return
-    if warm.steps and is_hugging_face(config.model):
+    if leaves_out and starts_adapted(config):
         yield (
-            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
-            "warm_start.path=RUN for adapters that task=sft has trained"
+            f"dpo.reference=lora_off: the policy starts with the adapters of warm_start.path={config.warm_start.path}, and its base is "
+            "another model; use dpo.reference=frozen or precomputed"
         )
-    elif leaves_out and starts_adapted(config):
-        yield (
-            f"dpo.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
-            "dpo.reference=frozen or precomputed"
-        )
-
-
-def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    warm = config.warm_start
-    if not warm.steps:
-        return
-    yield from warm_start_faults(config)
-    if config.data.path is not None:
-        yield (
-            "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "
-            "warm_start.path=RUN, the folder of a run of task=sft"
-        )
-    if warm.path is not None:
-        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
-    replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
-    if warm.batch_size and warm.batch_size % replicas:
-        fixed = -(-warm.batch_size // replicas) * replicas
-        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"

@@ -18,7 +18,6 @@ from ztk.config.topology import (
     padded_expert_faults,
     replicas_of,
     settled_ranks,
-    warm_start_faults,
 )
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -30,6 +29,7 @@ from ztk.core.policies.rollout import (
     RolloutIdentity,
 )
 from ztk.core.policies.runs import device_of, distills_draws, draws, has_tokenizer, is_hugging_face
+from ztk.core.policies.topology import PipelineSchedule
 from ztk.core.policies.zero import ZeroEngine
 
 
@@ -148,7 +148,7 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name = config.task.name
     yield from _layout_faults(config, machine=machine)
-    yield from warm_start_faults(config)
+    yield from warm_start_faults(config, machine=machine)
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if config.rollout.identity is RolloutIdentity.exact:
@@ -198,6 +198,29 @@ def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"{key}: the model of reward.path={config.reward.path} is from transformers and has neither stages nor parts of sequences; use "
             "topology.tensor alone, or topology=dp"
         )
+
+
+def warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Yields faults of `warm_start.steps`, each of which is one micro-batch."""
+    topology, warm = config.topology, config.warm_start
+    if not warm.steps:
+        return
+    if topology.pipeline > 1 and topology.schedule is PipelineSchedule("interleaved"):
+        yield (
+            f"topology.schedule=interleaved runs {topology.pipeline} micro-batches or more, and each of "
+            f"warm_start.steps={warm.steps} has one; use topology.schedule=1f1b, or warm_start.path=RUN with warm_start.steps=0"
+        )
+    if warm.path is not None:
+        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
+    if config.lora.rank and is_hugging_face(config.model):
+        yield (
+            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
+            "warm_start.path=RUN for adapters that task=sft has trained"
+        )
+    replicas = replicas_of(topology, ranks=settled_ranks(config, machine=machine))
+    if warm.batch_size and warm.batch_size % replicas:
+        fixed = -(-warm.batch_size // replicas) * replicas
+        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
 
 
 def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -273,13 +296,6 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
             "warm_start.steps: answers to learn from are made for rollout.task alone; use warm_start.steps=0, and warm_start.path=RUN "
             "for a model that task=sft has trained"
         )
-    elif warm.path is not None and warm.steps:
-        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
-    if config.lora.rank and warm.steps and is_hugging_face(config.model):
-        yield (
-            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
-            "warm_start.path=RUN for adapters that task=sft has trained"
-        )
     if config.kl.reference is ReferenceName.lora_off and starts_adapted(config):
         yield (
             f"kl.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
@@ -292,15 +308,11 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if not rollout.prompts or not rollout.group_size or train.micro_batch_size < 1:
         return  # reported by the ranges
     samples = rollout.prompts * rollout.group_size
-    warm = config.warm_start
     batch = train.global_batch_size
     replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
     unit = replicas * train.micro_batch_size
     if batch is None:
         batch = unit * (train.accumulation_steps or 1)
-    if warm.steps and warm.batch_size and warm.batch_size % replicas:
-        fixed = -(-warm.batch_size // replicas) * replicas
-        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
     if batch % unit:
         yield (
             f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size="

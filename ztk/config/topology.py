@@ -109,16 +109,6 @@ def padded_expert_faults(config: Config) -> Iterator[str]:
         )
 
 
-def warm_start_faults(config: Config) -> Iterator[str]:
-    """Yields faults of `warm_start.steps`, each of which is one micro-batch."""
-    topology = config.topology
-    if config.warm_start.steps and topology.pipeline > 1 and topology.schedule is PipelineSchedule("interleaved"):
-        yield (
-            f"topology.schedule=interleaved runs {topology.pipeline} micro-batches or more, and each of "
-            f"warm_start.steps={config.warm_start.steps} has one; use topology.schedule=1f1b, or warm_start.path=RUN with warm_start.steps=0"
-        )
-
-
 def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
     topology, ranks = config.topology, machine.started_ranks or config.launch.ranks
     named = ranks_of(topology)
