@@ -1,10 +1,13 @@
 """Checks the command line before Hydra does: moves flags to the front and reports every wrong name, option and value at once."""
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -23,7 +26,7 @@ _REPLACED = (
     "optimizer",
     "scheduler",
 )  # an object of the user's replaces the option that config.yaml chooses
-OVERLAY_MARK = "# @package _global_"  # marks an option file that sets keys of several groups
+_OVERLAY_MARK = "# @package _global_"  # marks an option file that sets keys of several groups
 # Hydra's flags that take a value.
 _WITH_VALUE = {
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -64,6 +67,17 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
         for path in Path(folder).glob("*/*.yaml"):
             found.setdefault(path.parent.name, set()).add(path.stem)
     return {group: sorted(names) for group, names in sorted(found.items()) if group != "hydra"}
+
+
+def read_option(path: Path) -> tuple[bool, dict[str, Any]]:
+    """Returns whether an option file sets keys of several groups, and its nested values."""
+    return _read_option(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_option(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    return _OVERLAY_MARK in text, yaml.safe_load(text) or {}
 
 
 def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:

@@ -3,11 +3,9 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -16,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.alignment import take_metric, take_reference
-from ztk.config.arguments import OVERLAY_MARK, parse_arguments
+from ztk.config.arguments import parse_arguments, read_option
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
@@ -95,13 +93,6 @@ SWEEPER = "hydra_plugins.ztk.JobSweeper"
 ConfigStore.instance().store(
     group="hydra/sweeper", name="ztk", node={"_target_": SWEEPER, "max_batch_size": None, "params": None}
 )
-
-
-@cache
-def _option_values(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
-    """Returns whether an option file sets keys of several groups, and its values. modified: the file's time, in nanoseconds."""
-    text = path.read_text()
-    return OVERLAY_MARK in text, yaml.safe_load(text) or {}
 
 
 def conf_dir() -> str:
@@ -237,7 +228,7 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     usual = {name: key.default for name, key in run_keys().items()}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
-            is_overlay, values = _option_values(path, path.stat().st_mtime_ns)
+            is_overlay, values = read_option(path)
             usual |= dict(flatten(values, prefix="" if is_overlay else prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ztk.config.arguments import OVERLAY_MARK, options_of
+from ztk.config.arguments import options_of, read_option
 from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, flatten, line_keys, section_of, written
 from ztk.config.own import FREE
@@ -63,10 +63,11 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
     overlays = _overlays(options, folders=folders)
     for group in [*names, *FREE, *_SETS]:
         files = {option: _option_file(group, option=option, folders=folders) for option in options.get(group, [])}
+        read = {option: read_option(path) for option, path in files.items()}
         values = {
-            option: dict(flatten(_values(path), prefix=f"{group}."))
-            for option, path in files.items()
-            if not _is_overlay(path)
+            option: dict(flatten(own, prefix=f"{group}."))
+            for option, (is_overlay, own) in read.items()
+            if not is_overlay
         }
         values |= overlays
         keys = [key for key in line_keys() if key.startswith(f"{group}.")]
@@ -133,24 +134,15 @@ def _option_file(group: str, *, option: str, folders: Sequence[str]) -> Path:
     return next(path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file())
 
 
-def _is_overlay(path: Path) -> bool:
-    """Returns whether the file sets keys of several groups."""
-    return OVERLAY_MARK in path.read_text(encoding="utf-8")
-
-
 def _overlays(options: dict[str, list[str]], *, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns `task=grpo` -> the keys that this choice sets, for every option of the groups whose options set keys of others."""
     found = {}
     for group in ("algorithm", "task", "weights"):
         for option in options.get(group, []):
-            path = _option_file(group, option=option, folders=folders)
-            if _is_overlay(path):
-                found[f"{group}={option}"] = dict(flatten(_values(path)))
+            is_overlay, values = read_option(_option_file(group, option=option, folders=folders))
+            if is_overlay:
+                found[f"{group}={option}"] = dict(flatten(values))
     return found
-
-
-def _values(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
 def _first_comment(path: Path) -> str:
