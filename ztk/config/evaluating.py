@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 
 from ztk.config.batch import run_folder
-from ztk.config.hugging_face import sizes_of
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
+from ztk.config.other_models import model_of_folder
 from ztk.config.renamed import rename_recorded
 from ztk.config.topology import DEGREES, sequence_ranks
 from ztk.core.policies.config import Config
@@ -18,7 +18,7 @@ from ztk.core.policies.evaluation import EvalEngine
 from ztk.core.policies.inference import WeightFormat
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig
-from ztk.core.policies.runs import HUGGING_FACE, by_training
+from ztk.core.policies.runs import by_training
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
 from ztk.core.policies.zero import ZeroEngine
@@ -122,11 +122,7 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
             "precision= and all of topology= but topology.tensor"
         )
     if (folder / "config.json").is_file():
-        none = {"hidden_dim": None, "rope_theta": None, "norm_eps": None, "tie_embeddings": None, "experts": None}
-        sizes = sizes_of(folder, key="inference.model")
-        return replace(
-            usual, name=HUGGING_FACE, path=str(folder), init=ModelInit.pretrained, kernels=False, **none | dict(sizes)
-        )
+        return model_of_folder(folder, kernels=False, key="inference.model")
     recorded = _record_of(folder)
     if recorded["task"]["name"] == "reward":
         raise ValueError(

@@ -29,19 +29,24 @@ def config_with(config: Config, *, path: str, key: str) -> Config:
             f"{key}={path}: has neither the config.yaml of a run nor a config.json (from {os.getcwd()}); name a run folder, or a folder as "
             "save_pretrained writes it"
         )
-    own.model = ModelConfig(
+    own.model = model_of_folder(folder, kernels=config.model.kernels or False, key=key)
+    own.lora = LoraConfig(rank=0)
+    return own
+
+
+def model_of_folder(folder: Path, *, kernels: bool, key: str) -> ModelConfig:
+    """Returns the transformers model in `folder`. key: for errors. Raises ValueError if it is no causal model."""
+    return ModelConfig(
         name=HUGGING_FACE,
         path=str(folder.absolute()),
         init=ModelInit.pretrained,
-        kernels=config.model.kernels or False,
+        kernels=kernels,
         hidden_dim=None,
         rope_theta=None,
         norm_eps=None,
         tie_embeddings=None,
         **sizes_of(folder, key=key),
     )
-    own.lora = LoraConfig(rank=0)
-    return own
 
 
 def is_text_model(path: str | None) -> bool:
