@@ -11,6 +11,7 @@ from ztk.config.batch import AUTO, record_of, run_record
 from ztk.config.errors import ConfigError
 from ztk.config.keys import flatten, written
 from ztk.config.record import load
+from ztk.config.text import have_same_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.experiment import changes_numbers, is_counted
 from ztk.core.policies.schedule import wsd_steps
@@ -73,7 +74,7 @@ def check_resumed(config: Config) -> None:
         before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
     if _decay_follows_steps(old) and _decay_follows_steps(new):
         before["scheduler.decay_steps"] = after["scheduler.decay_steps"]
-    if _has_tokenizer_of(record.parent, config=new):
+    if have_same_tokenizer(record.parent / "tokenizer", other=Path(new.data.tokenizer or "")):
         before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
     faults = [
         f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). Use "
@@ -104,12 +105,6 @@ def _values(config: Config) -> Iterator[tuple[str, Any]]:
 def _own(value: Any) -> Any:
     """Treats a disabled switch like an absent one."""
     return None if value is False else value
-
-
-def _has_tokenizer_of(run: Path, *, config: Config) -> bool:
-    """Returns whether `data.tokenizer` names a copy of the tokenizer that the run has trained or read."""
-    own, given = run / "tokenizer" / "tokenizer.json", Path(config.data.tokenizer or "").expanduser() / "tokenizer.json"
-    return own.is_file() and given.is_file() and own.read_bytes() == given.read_bytes()
 
 
 def _warmup_follows_steps(config: Config) -> bool:

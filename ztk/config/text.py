@@ -21,6 +21,12 @@ def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
     return found if found is not None and (found / "tokenizer.json").is_file() else None
 
 
+def have_same_tokenizer(one: Path, *, other: Path) -> bool:
+    """Returns whether both folders have the same tokenizer.json."""
+    files = [folder.expanduser() / "tokenizer.json" for folder in (one, other)]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
 def text_policy(config: Config) -> "TextPolicy":
     """Returns the text policy of a checked configuration."""
     from ztk.data import ReadPolicy, TextPolicy  # imported late: torch takes a second

@@ -9,7 +9,7 @@ from ztk.config.derived import derive
 from ztk.config.keys import written
 from ztk.config.machine import Machine
 from ztk.config.other_models import is_text_model
-from ztk.config.text import open_tokenizer, tokenizer_of_run
+from ztk.config.text import have_same_tokenizer, open_tokenizer, tokenizer_of_run
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.model import ModelInit
@@ -124,7 +124,11 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 f"{key}={path}: this model has the tokens of {other}, and task={config.task.name} with data={data.name.value} reads bytes; "
                 f"use {fix}"
             )
-        elif other is not None and data.tokenizer != TRAIN and not _same(other, folder=Path(data.tokenizer or "")):
+        elif (
+            other is not None
+            and data.tokenizer != TRAIN
+            and not have_same_tokenizer(other, other=Path(data.tokenizer or ""))
+        ):
             yield f"data.tokenizer={data.tokenizer}: {key}={path} has other tokens; use data.tokenizer={other}"
     if is_text_model(config.distill.teacher):
         yield from _teacher_faults(config)
@@ -165,9 +169,3 @@ def _texts_of(folder: Path) -> dict[int, str] | None:
 
 def _reads_records(config: Config) -> bool:
     return reads_lines(config) and config.data.path is not None
-
-
-def _same(one: Path, *, folder: Path) -> bool:
-    """Returns whether two folders have the same tokenizer.json."""
-    other = folder.expanduser() / "tokenizer.json"
-    return other.is_file() and (one / "tokenizer.json").read_bytes() == other.read_bytes()
