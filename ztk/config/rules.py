@@ -91,10 +91,9 @@ def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
                 f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none and leave out offload.optimizer and "
                 "offload.parameters"
             )
-        if config.optimizer.name is OptimizerName.lion:
-            yield f"optimizer=lion: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
-        if config.optimizer.name is OptimizerName.lamb:
-            yield f"optimizer=lamb: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+        if config.optimizer.name in (OptimizerName.lion, OptimizerName.lamb):
+            optimizer = config.optimizer.name.value
+            yield f"optimizer={optimizer}: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.optimizer.name is OptimizerName.muon:
             yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
         if config.optimizer.states not in (None, "fp32") or config.precision.master is not None:
