@@ -26,6 +26,7 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all
+from ztk.core.policies.records import run_folder
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
 from ztk.zero.update.piece_states import FROZEN, MASTER
@@ -193,7 +194,7 @@ def _copy_tokenizer(step: Path, *, to: Path) -> None:
 
 def run_tokenizer(step: Path) -> Path | None:
     """Returns the tokenizer folder of the run that wrote the checkpoint `step`, or None."""
-    run = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
+    run = run_folder(step)
     return run / "tokenizer" if run is not None and (run / "tokenizer").is_dir() else None
 
 

@@ -1,6 +1,5 @@
 """The number of sequences per step, and of micro-batches per step on the given number of ranks."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from ztk.config.topology import fits, replicas_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.pipeline import interleaved_faults
+from ztk.core.policies.records import record_of
 from ztk.core.policies.runs import infers
 from ztk.core.policies.topology import PipelineSchedule
 
@@ -75,20 +75,6 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
     return smaller
 
 
-def run_record(path: str | Path) -> Path | None:
-    """Returns the configuration file of the run that `checkpoint.resume=path` continues. path: a run folder, its `checkpoints`, or a
-    checkpoint.
-    """
-    given = Path(path).expanduser()
-    return next((found for place in (given, given.parent, given.parent.parent) if (found := record_of(place))), None)
-
-
-def run_folder(path: str | os.PathLike) -> Path | None:
-    """Returns the absolute folder of the run that contains `path`: the folder itself, a checkpoint, or a folder in a checkpoint."""
-    folder = Path(path).expanduser().absolute()
-    return next((place for place in (folder, *folder.parents[:3]) if record_of(place)), None)
-
-
 def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
     """Yields a fault for a run folder without a checkpoint."""
     folder = Path(path).expanduser()
@@ -97,9 +83,3 @@ def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
             f"{key}={path}: this run has no checkpoint: it was started with checkpoint=none, or ended before its first step; start it "
             "again, or name another run"
         )
-
-
-def record_of(folder: str | Path) -> Path | None:
-    """Returns the configuration file in a run's folder, or None."""
-    path = Path(folder, "config.yaml")
-    return path if path.is_file() else None

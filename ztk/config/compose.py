@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.alignment import take_metric, take_reference
 from ztk.config.arguments import parse_arguments, read_option
-from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
+from ztk.config.batch import AUTO, forwards_of, round_faults, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
 from ztk.config.environments import settle_environment
@@ -40,6 +40,7 @@ from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ANSWERING,
     BYTES,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from ztk.config.batch import run_folder
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.other_models import model_of_folder
@@ -18,6 +17,7 @@ from ztk.core.policies.evaluation import EvalEngine
 from ztk.core.policies.inference import WeightFormat
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig
+from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import by_training
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from ztk.config.batch import run_folder
 from ztk.config.derived import derive
 from ztk.core.policies.config import Config
+from ztk.core.policies.records import run_folder
 
 FILE = "generation_config.json"
 # Field of the file -> key of `sampling`.

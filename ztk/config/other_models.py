@@ -5,11 +5,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.batch import checkpoint_fault, run_record
+from ztk.config.batch import checkpoint_fault
 from ztk.config.hugging_face import sizes_of
 from ztk.config.record import load
 from ztk.core.policies.config import Config
 from ztk.core.policies.model import LoraConfig, ModelConfig, ModelInit
+from ztk.core.policies.records import run_record
 from ztk.core.policies.runs import HUGGING_FACE
 
 

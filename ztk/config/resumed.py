@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ztk.config.batch import AUTO, run_record
+from ztk.config.batch import AUTO
 from ztk.config.keys import named_by, path_keys, read
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
+from ztk.core.policies.records import run_record
 
 _RESUME = "checkpoint.resume="
 # Keys with paths in a special form, in addition to `path_keys`. All may be relative to the directory where the run was started.

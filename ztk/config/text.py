@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ztk.config.batch import run_folder
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import OnError, Packing
+from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import BYTES, data_paths, has_tokenizer, reads_documents
 
 if TYPE_CHECKING:

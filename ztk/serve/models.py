@@ -15,6 +15,7 @@ from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.generation import end_tokens, generation_file
 from ztk.core.policies.data import DataName
+from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.hf.causal import empty_causal, folder_causal
@@ -109,7 +110,7 @@ def recorded_run(folder: Path) -> tuple[Path, Path]:
         CheckpointError: there is no checkpoint.
     """
     step = checkpoint.resolve(folder)
-    recorded = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
+    recorded = run_folder(step)
     if recorded is None:
         raise ValueError(
             f"inference.model={folder}: no config.yaml of a run lies in or above the checkpoint, so its sizes are unknown; export it with "
