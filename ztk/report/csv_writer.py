@@ -1,10 +1,12 @@
 """CSV logger: `metrics.csv` and `samples.csv` in the run folder, one line per row of `metrics.jsonl` and per sampled text."""
 
 import csv
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ztk.report.folder import replace_file
 
 METRICS, SAMPLES = "metrics.csv", "samples.csv"
 
@@ -62,11 +64,9 @@ class _Table:
             return list(csv.DictReader(file))
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the file atomically."""
-        staging = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with open(staging, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
-            if self._columns:
-                writer.writeheader()
-            writer.writerows(rows)
-        os.replace(staging, self._path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+        if self._columns:
+            writer.writeheader()
+        writer.writerows(rows)
+        replace_file(self._path, text=text.getvalue())

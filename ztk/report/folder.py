@@ -51,7 +51,7 @@ class RunFolder:
         assert self._metrics is None, "rows are dropped before the first is written"
         kept = [row for row in read_rows(self.path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
-        _replace(self.path / METRICS, text=text)
+        replace_file(self.path / METRICS, text=text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`."""
@@ -96,12 +96,13 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 def write_json(path: str | os.PathLike, *, values: Mapping[str, Any]) -> None:
     """Writes the file atomically."""
-    _replace(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
+    replace_file(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
 
 
-def _replace(path: Path, *, text: str) -> None:
+def replace_file(path: Path, *, text: str) -> None:
+    """Replaces a file atomically."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(staging, "w", encoding="utf-8") as file:
+    with open(staging, "w", newline="", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

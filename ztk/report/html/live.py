@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ztk.report.folder import METRICS, SUMMARY
+from ztk.report.folder import METRICS, SUMMARY, replace_file
 from ztk.report.heartbeat import HEARTBEAT
 from ztk.report.html.data import collect
-from ztk.report.html.page import choose_target, plotly_script, render, write_page
+from ztk.report.html.page import choose_target, plotly_script, render
 from ztk.report.status import Status, read_status
 from ztk.report.sweep import SWEEP
 
@@ -45,12 +45,12 @@ def follow(
                 if not _goes_on(data):
                     break
                 live = {"seconds": seconds, "written": time.strftime("%H:%M:%S")}
-                write_page(render(data | {"live": live}, plotly=plotly), to=target)
+                replace_file(target, text=render(data | {"live": live}, plotly=plotly))
                 seen = marks
             wait(seconds)
     except KeyboardInterrupt:
         pass
-    write_page(render(collect(folder), plotly=plotly), to=target)
+    replace_file(target, text=render(collect(folder), plotly=plotly))
     return target
 
 

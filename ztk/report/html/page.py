@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from ztk.report.folder import replace_file
 from ztk.report.html.data import collect
 
 NAME = "report.html"
@@ -26,7 +27,7 @@ def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = No
         ValueError: there is no run; plotly is missing; the folder of `to` does not exist.
     """
     target = choose_target(folder, to=to)
-    write_page(render(collect(folder), plotly=plotly_script()), to=target)
+    replace_file(target, text=render(collect(folder), plotly=plotly_script()))
     return target
 
 
@@ -36,13 +37,6 @@ def choose_target(folder: str | os.PathLike, *, to: str | os.PathLike | None) ->
     if not target.absolute().parent.is_dir():
         raise ValueError(f"--to={target}: the folder {target.parent} does not exist; make it, or choose another --to")
     return target
-
-
-def write_page(text: str, *, to: Path) -> None:
-    """Replaces the file atomically."""
-    staging = to.with_name(f".{to.name}.{os.getpid()}")
-    staging.write_text(text, encoding="utf-8")
-    os.replace(staging, to)
 
 
 def plotly_script() -> str:
