@@ -21,7 +21,7 @@ from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.status import INTERRUPTED, Status, read_summary
-from ztk.report.summary import rank_report, rank_totals, summarise
+from ztk.report.summary import rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import Tracker, TrackerPolicy
 
@@ -239,7 +239,8 @@ class Reporter:
         return counts | summarise(self._rows) | self._kernels.summary() | size | rank_totals([self._report()])
 
     def _report(self) -> dict[str, Any]:
-        return rank_report(self._rows, gauges=self._gauges)
+        """Returns the counters that this rank sends to the others at the end."""
+        return self._gauges.holdings() | {"flows": self._rows.flows}
 
     def _open(self) -> None:
         policy = self._policy

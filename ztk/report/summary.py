@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ztk.report.gauges import Gauges
 from ztk.report.rows import RowBuilder
 
 
@@ -27,11 +26,6 @@ def summarise(rows: RowBuilder) -> dict[str, Any]:
         **work,
         "loss_digest": rows.digest.value,
     }
-
-
-def rank_report(rows: RowBuilder, *, gauges: Gauges) -> dict[str, Any]:
-    """Returns the counters that one rank sends to the others at the end."""
-    return gauges.holdings() | {"flows": rows.flows}
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

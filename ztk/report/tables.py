@@ -18,7 +18,7 @@ def print_tables(
 ) -> None:
     """Prints the tables.
 
-    ranks: `ztk.report.summary.rank_report` of every rank. steps: number of steps, for values per step. kernels: `KernelLog.means`.
+    ranks: `Gauges.holdings` of every rank, and its "flows". steps: number of steps, for values per step. kernels: `KernelLog.means`.
     """
     console.print(memory_table(ranks))
     console.print(traffic_table(ranks, steps=steps))
