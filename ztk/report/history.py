@@ -55,6 +55,11 @@ class Runs(NamedTuple):
         """The folder that was read: of a run, a sweep, or all of them."""
         return Path(self.runs.attrs["folder"])
 
+    @property
+    def settings(self) -> list[str]:
+        """The columns with options and keys of the configuration, in the order of `runs`."""
+        return self.runs.attrs["settings"]
+
     def summary(self, by: str | Sequence[str], *, metric: str) -> pandas.DataFrame:
         """Returns median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
 
@@ -107,21 +112,25 @@ def load(path: str | os.PathLike) -> Runs:
     if not folders:
         raise ValueError(f"{root} contains no run ({SUMMARY}, {METRICS} or {SWEEP}, at any depth)")
     runs, history, settings = [], [], []
-    given, reported = set(), set()  # keys of command lines and of summaries
+    given, reported, options = set(), set(), set()  # keys of command lines and of summaries, and groups
     for folder in folders:
         run, job, values = str(folder.relative_to(root)), jobs.get(folder), _configuration(folder)
+        summary = read_summary(folder)
         values |= {
-            key: value for key, value in read_summary(folder).items() if key in values
+            key: value for key, value in summary.items() if key in values
         }  # values that acted in place of configured ones
         runs.append({"run": run} | _describe(folder, job=job, values=values))
         history += [{"run": run} | row for row in read_rows(folder)]
         settings.append(_settings(values, job=job))
         given |= _overrides(folder, job=job).keys()
-        reported |= read_summary(folder).keys()
+        reported |= summary.keys()
+        options |= _read_json(folder / OPTIONS).keys()
     _part_arms(runs, settings=settings)
     frame = _frame(_with_unused_tiers(runs))
     frame = frame[sorted(frame, key=lambda key: _place(key, given=given, reported=reported))]
     frame.attrs["folder"] = str(root)
+    others = {*_FIRST, *_FROM_ENVIRONMENT, *(reported - options)}
+    frame.attrs["settings"] = [key for key in map(str, frame) if key not in others and not key.startswith(_TIER_BYTES)]
     return Runs(runs=frame, history=pandas.DataFrame(history))
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pandas
 
-from ztk.report.folder import OPTIONS
 from ztk.report.history import LARGER_IS_BETTER, load
 from ztk.report.html.curves import curves
 from ztk.report.html.failures import failures
 from ztk.report.html.predictions import is_plan, predictions
 from ztk.report.statistics import median_interval
-from ztk.report.status import Status, read_summary
+from ztk.report.status import Status
 
 # Keys of summary.json -> labels on the page.
 METRICS = {
@@ -53,7 +52,7 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
     found = load(root)
     plans = [run for run in found.runs["run"] if is_plan(root / run)]
     runs = found.runs[~found.runs["run"].isin(plans)].reset_index(drop=True)
-    settings = _settings(found.runs, root=root)
+    settings = sorted(found.settings, key=lambda key: "." in key)
     metrics = [key for key in METRICS if key in runs and runs[key].notna().any() and (runs[key] != 0).any()]
     if "tokens_per_second" in metrics and _equal(runs, "tokens_per_second_per_gpu", "tokens_per_second"):
         metrics = [key for key in metrics if key != "tokens_per_second_per_gpu"]
@@ -100,22 +99,6 @@ def plain(value: Any) -> Any:
         return None
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _settings(runs: pandas.DataFrame, *, root: Path) -> list[str]:
-    """Returns the columns with options and keys of the configuration: all except those about the summary, the run and the machine."""
-    reported = {key for run in runs["run"] for key in read_summary(root / run)}
-    options = {key for run in runs["run"] for key in _options(root / run)}
-    known = {*_OF_THE_RUN, *_OF_THE_MACHINE, *(reported - options), "error"}
-    found = [str(key) for key in runs if key not in known and not str(key).startswith(("memory.", "peak_memory."))]
-    return sorted(found, key=lambda key: ("." in key, found.index(key)))
-
-
-def _options(folder: Path) -> Iterable[str]:
-    try:
-        return json.loads((folder / OPTIONS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ()
 
 
 def _differing(
