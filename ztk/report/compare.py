@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import pandas
 
-from ztk.report.history import Runs, load
+from ztk.report.history import Runs, load, own_words
 from ztk.report.statistics import FEWEST, Interval, median_interval, ratio_interval
 from ztk.report.status import Status
 
@@ -117,13 +117,13 @@ def _arms(found: Runs, *, folder: str, named: bool) -> Iterator[Arm]:
     done = found.runs[found.runs["status"] == Status.done.value]
     if done.empty:
         raise ValueError(f"{folder}: has no finished run; continue its sweep with sweep.resume={folder}")
-    shared = set.intersection(*[set(arm.split()) for arm in done["arm"]]) if done["arm"].nunique() > 1 else set()
+    words = own_words(done["arm"])
     groups = dict(iter(done.groupby("arm", sort=False)))
     for overrides in [
         arm for arm in found.runs["arm"].unique() if arm in groups
     ]:  # in the order of the jobs, including failed ones
         runs = groups[overrides]
-        own = " ".join(word for word in str(overrides).split() if word not in shared)
+        own = words[str(overrides)]
         name = f"{folder}: {own}" if named and own else own or folder
         yield Arm(name=name, overrides=str(overrides), runs=runs.sort_values("repeat", kind="stable"))
 

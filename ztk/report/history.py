@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +132,13 @@ def load(path: str | os.PathLike) -> Runs:
     others = {*_FIRST, *_FROM_ENVIRONMENT, *(reported - options)}
     frame.attrs["settings"] = [key for key in map(str, frame) if key not in others and not key.startswith(_TIER_BYTES)]
     return Runs(runs=frame, history=pandas.DataFrame(history))
+
+
+def own_words(arms: Iterable[str]) -> dict[str, str]:
+    """Returns arm -> the overrides that not all arms share."""
+    found = list(dict.fromkeys(map(str, arms)))
+    shared = set.intersection(*(set(arm.split()) for arm in found)) if len(found) > 1 else set()
+    return {arm: " ".join(word for word in arm.split() if word not in shared) for arm in found}
 
 
 def _place(key: str, *, given: Container[str], reported: Container[str]) -> tuple[int, int]:

@@ -3,13 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas
 
-from ztk.report.history import LARGER_IS_BETTER, load
+from ztk.report.history import LARGER_IS_BETTER, load, own_words
 from ztk.report.html.curves import curves
 from ztk.report.html.failures import failures
 from ztk.report.html.predictions import is_plan, predictions
@@ -66,7 +66,7 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
     ]
     for column in columns:
         column["larger"] = column["key"] in LARGER_IS_BETTER
-    names = _names(runs["arm"])
+    names = {arm: own or arm or "(no override)" for arm, own in own_words(runs["arm"]).items()}
     return {
         "title": root.absolute().name,
         "machine": {key: _seen(runs[key], key=key) for key in _OF_THE_MACHINE if key in runs},
@@ -131,15 +131,6 @@ def _form(key: str) -> str:
     if key in ("mfu", "hfu"):
         return "share"
     return "bytes" if key.endswith("_bytes") else "seconds" if "_seconds" in key else "number"
-
-
-def _names(arms: Iterable[str]) -> dict[str, str]:
-    """Returns arm -> name, the overrides that not all arms share."""
-    found = list(dict.fromkeys(map(str, arms)))
-    shared = set.intersection(*(set(arm.split()) for arm in found)) if len(found) > 1 else set()
-    return {
-        arm: " ".join(word for word in arm.split() if word not in shared) or arm or "(no override)" for arm in found
-    }
 
 
 def _arm(arm: str, *, name: str, runs: pandas.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
