@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ztk.cli.child import LINE_REFUSED
-from ztk.core.launch import ExternalRank, python_path
+from ztk.core.launch import ExternalRank, python_path, quoted
 from ztk.report.sweep import SWEEP, read_sweep
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = 
     """
     words = command_words(overrides, keys=keys)
     place = _place(folder, parent="outputs")
-    _command([*words, f"hydra.run.dir={_quoted(place)}"], folder=place, quiet=quiet)
+    _command([*words, f"hydra.run.dir={quoted(place)}"], folder=place, quiet=quiet)
     return _load(place)
 
 
@@ -91,7 +91,7 @@ def sweep(
     place = _place(folder, parent="multirun")
     where = "sweep.resume" if (place / SWEEP).exists() else "hydra.sweep.dir"
     grid = [] if any(word.startswith("sweep=") for word in words) else ["-m"]
-    _command([*grid, *words, f"{where}={_quoted(place)}"], folder=place, quiet=quiet, check=check)
+    _command([*grid, *words, f"{where}={quoted(place)}"], folder=place, quiet=quiet, check=check)
     return _load(place)
 
 
@@ -127,11 +127,6 @@ def _text(value: Any) -> str:
 def _place(folder: str | os.PathLike | None, *, parent: str) -> Path:
     """Returns the folder of the run. Defaults to the name that `conf/config.yaml` gives new runs."""
     return Path(folder or Path(parent, f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")).absolute()
-
-
-def _quoted(path: Path) -> str:
-    """Quotes a path for Hydra's grammar."""
-    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _command(words: Sequence[str], *, folder: Path, quiet: bool, check: bool = True) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ztk.config import Config
-from ztk.core.launch import read_failure
+from ztk.core.launch import quoted, read_failure
 from ztk.report.status import read_summary
 
 
@@ -84,7 +84,4 @@ def _shown(folder: Path) -> Path:
 def _value(path: Path) -> str:
     """Formats a value for Hydra's grammar, quoted only if it has special characters."""
     text = str(path)
-    if all(letter.isalnum() or letter in "/._-" for letter in text):
-        return text
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
+    return text if all(letter.isalnum() or letter in "/._-" for letter in text) else quoted(text)

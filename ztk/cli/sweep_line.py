@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ztk import config as configuration
 from ztk.config import ConfigError, SweepConfig
+from ztk.core.launch import quoted
 from ztk.report.sweep import SWEEP, read_sweep
 
 _MULTIRUN = ("-m", "--multirun")
@@ -45,7 +46,7 @@ def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
     if not sweeps:
         return line
     own = tuple(word for word in words if not word.startswith("hydra.sweep.dir="))
-    placed = words if folder is None else [*own, f"hydra.sweep.dir={_quoted(str(Path(folder).absolute()))}"]
+    placed = words if folder is None else [*own, f"hydra.sweep.dir={quoted(Path(folder).absolute())}"]
     return SweepLine(flags=flags, words=placed, own_flags=tuple(flags), own_words=own, options=options)
 
 
@@ -60,8 +61,3 @@ def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[s
         flags, words = [*record.flags, *(flag for flag in flags if flag not in record.flags)], list(record.words)
     named = any(word.startswith(_NAMED) for word in words)
     return (flags if named or any(flag in _MULTIRUN for flag in flags) else [*flags, "-m"]), words
-
-
-def _quoted(path: str) -> str:
-    """Quotes a path for Hydra's grammar."""
-    return "'" + path.replace("'", "\\'") + "'"

@@ -10,6 +10,7 @@ from ztk.config.batch import AUTO
 from ztk.config.keys import named_by, path_keys, read
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
+from ztk.core.launch import quoted
 from ztk.core.policies.records import run_record
 
 _RESUME = "checkpoint.resume="
@@ -80,5 +81,4 @@ def _written(value: Any) -> str:
         return str(value)
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
-    escaped = str(value).replace("'", "\\'")
-    return f"'{escaped}'"
+    return quoted(value)

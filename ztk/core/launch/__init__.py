@@ -11,7 +11,7 @@ from ztk.core.launch.errors import (
     read_failure,
     write_failure,
 )
-from ztk.core.launch.external import Agreement, ExternalRank
+from ztk.core.launch.external import Agreement, ExternalRank, quoted
 from ztk.core.launch.forks import Forker
 from ztk.core.launch.processes import Child, Start, run_children, start_process
 from ztk.core.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
@@ -31,6 +31,7 @@ __all__ = [
     "log_path",
     "memory_path",
     "python_path",
+    "quoted",
     "read_failure",
     "run_children",
     "run_ranks",

@@ -67,7 +67,7 @@ class ExternalRank:
         note = _note_of_folder()
         if chosen or note is None or not note.exists():
             return arguments
-        return [*arguments, f"hydra.run.dir={_quoted(note.read_text(encoding='utf-8'))}"]
+        return [*arguments, f"hydra.run.dir={quoted(note.read_text(encoding='utf-8'))}"]
 
     def remember_folder(self, folder: str) -> None:
         """Stores the run folder for rank 0 of a restart by torchrun. Works on one machine; on several, set `hydra.run.dir`."""
@@ -110,9 +110,9 @@ def _note_of_folder() -> Path | None:
     return attempt.parent / "ztk-run-folder" if attempt and attempt.name.startswith("attempt_") else None
 
 
-def _quoted(path: str) -> str:
-    """As a value in Hydra's grammar."""
-    return "'" + path.replace("'", "\\'") + "'"
+def quoted(value: object) -> str:
+    """A path or text as a value in Hydra's grammar."""
+    return "'" + str(value).replace("'", "\\'") + "'"
 
 
 def _slurm_names(slurm: os._Environ | dict[str, str]) -> dict[str, str]:
