@@ -16,7 +16,7 @@ def main(session: "Session | None" = None) -> int:
     """
     with noted_signals():
         try:
-            from ztk.cli.command import run
+            from ztk.cli.session import run
         except KeyboardInterrupt:
             print(
                 "ztk: interrupted before a run started: nothing has changed, start the command again", file=sys.stderr

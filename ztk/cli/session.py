@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -25,7 +26,6 @@ from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
 from ztk.cli.recorded import check_job
-from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
@@ -44,7 +44,7 @@ from ztk.core.launch.output import lasting_output
 from ztk.core.launch.signals import raise_noted
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
-from ztk.report.status import INTERRUPTED, RecordError, Status
+from ztk.report.status import INTERRUPTED, RecordError, Status, read_status, read_summary
 from ztk.report.sweep import SweepRecord
 from ztk.report.text_progress import shown_progress
 from ztk.worker import import_task
@@ -54,6 +54,17 @@ _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "Permiss
 _COMPLETION = {"-sc", "--shell-completion"}
 _FOLDER = os.path.join("outputs", "DATE", "TIME")  # placeholder for a run that is shown but not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
+
+
+def run(session: "Session | None" = None) -> int:
+    """Runs the command line in `sys.argv` and returns its exit code. session: holds the results afterwards. Defaults to a new one."""
+    session = session or Session()
+
+    @hydra.main(version_base="1.3", config_path=configuration.conf_dir(), config_name="config")
+    def compose_and_run(choices: DictConfig) -> float:
+        return session.run_job(choices)
+
+    return session.main(compose_and_run)
 
 
 class Session:
@@ -125,17 +136,17 @@ class Session:
 
         In a sweep, the failure or refusal of a job is recorded in its folder, and the sweep continues.
         """
-        hydra = HydraConfig.get()
-        self._sweeping = hydra.mode is RunMode.MULTIRUN
-        # Not `tuple(hydra.overrides.task)`, because OmegaConf would resolve `${...}` in a word against Hydra's own settings.
-        folder = Path(hydra.runtime.output_dir)
-        overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
-        options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra")}
+        composed = HydraConfig.get()
+        self._sweeping = composed.mode is RunMode.MULTIRUN
+        # Not `tuple(composed.overrides.task)`, because OmegaConf would resolve `${...}` in a word against Hydra's own settings.
+        folder = Path(composed.runtime.output_dir)
+        overrides = tuple(OmegaConf.to_container(composed.overrides.task, resolve=False))
+        options = {group: option for group, option in composed.runtime.choices.items() if not group.startswith("hydra")}
         choices.output_dir = str(folder)
         status = Status.failed
         try:
             config = configuration.to_config(
-                choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
+                choices, overrides=overrides, options=composed.runtime.choices, machine=self._machine()
             )
             configuration.check_resumed(config)
             if self._sweeping:
@@ -172,7 +183,7 @@ class Session:
     def _run_or_skip(
         self, config: Config, *, folder: Path, overrides: tuple[str, ...], options: dict[str, str]
     ) -> Status:
-        if self._external is None and is_finished(config):
+        if self._external is None and _is_finished(config):
             self._say(f"{folder}: done after {config.train.steps} steps, nothing is left to do")
             return Status.done
         if self._external is None:
@@ -358,6 +369,14 @@ class Session:
 
             print_jobs(jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
         return jobs
+
+
+def _is_finished(config: Config) -> bool:
+    """Returns whether a run that continues in its own folder has already completed its `train.steps` steps."""
+    folder, given = Path(config.output_dir), config.checkpoint.resume
+    if given is None or (given != "auto" and Path(given) != folder) or read_status(folder) is not Status.done:
+        return False
+    return read_summary(folder).get("steps", 0) >= config.train.steps
 
 
 def _shown(flags: list[str]) -> str | None:
