@@ -10,7 +10,7 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
 from ztk.core.policies.runs import device_of, infers, is_hugging_face
-from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
+from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks
 from ztk.core.policies.zero import ZeroEngine
 
 RANKS_WITHOUT_GPU = 2
@@ -143,13 +143,14 @@ def _model_faults(config: Config) -> Iterator[str]:
     tensor, sequence = topology.tensor, topology.sequence
     if model.heads < 1 or model.kv_heads < 1 or model.heads % model.kv_heads:
         return  # reported by the model's own rules
+    own = heads_of_ranks(model.heads, kv_heads=model.kv_heads, ranks=tensor)
     if tensor > model.kv_heads:
         yield (
             f"topology.tensor={tensor} is more than model.kv_heads={model.kv_heads}, and heads are not cut: use "
             f"topology.tensor={model.kv_heads} or less"
         )
-    elif bad := [heads for heads in _heads_of_ranks(config) if heads % sequence]:
-        fixed = math.gcd(sequence, *_heads_of_ranks(config))
+    elif bad := [heads for heads in own if heads % sequence]:
+        fixed = math.gcd(sequence, *own)
         yield (
             f"topology.sequence={sequence} does not divide the {bad[0]} heads of a rank (model.heads={model.heads}, "
             f"topology.tensor={tensor}): use topology.sequence={fixed}, or another degree that divides them"
@@ -184,13 +185,6 @@ def _context_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={length}: topology.context={topology.context} pads it to a multiple of {unit}, and padding would be routed to "
             f"experts; use data.seq_len={-(-length // unit) * unit}"
         )
-
-
-def _heads_of_ranks(config: Config) -> list[int]:
-    """Returns the query heads of each tensor rank. Key heads are distributed with their query heads; the first ranks may get one more."""
-    model, parts = config.model, config.topology.tensor
-    base, larger = divmod(model.kv_heads, parts)
-    return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
 
 
 def _pipeline_faults(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.topology import heads_of_ranks
 
 STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
@@ -127,21 +128,11 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
     """Every layout that `work` can run with, and the number of impossible ones by reason. Degrees that do not divide the ranks are
     skipped."""
     found, refused = [], Counter[str]()
-    for pipeline, tensor, sequence, context, expert in _degrees(work):
+    for degrees in _degrees(work):
         for stage in STAGES:
             for offload, fraction in PLACES:
                 for recompute in RECOMPUTES:
-                    layout = Layout(
-                        stage=stage,
-                        offload=offload,
-                        fraction=fraction,
-                        recompute=recompute,
-                        pipeline=pipeline,
-                        tensor=tensor,
-                        sequence=sequence,
-                        context=context,
-                        expert=expert,
-                    )
+                    layout = Layout(stage=stage, offload=offload, fraction=fraction, recompute=recompute, **degrees)
                     if reason := _illegal(layout, work=work):
                         refused[reason] += 1
                     else:
@@ -218,22 +209,20 @@ def _moving_bytes(layout: Layout, *, work: Workload) -> float:
     return 2 * layer * (gathered + work.gradient(layout) * (layout.stage >= 2))
 
 
-def _degrees(work: Workload) -> Iterator[tuple[int, ...]]:
-    """All degrees, in the order of `DEGREES`."""
+def _degrees(work: Workload) -> Iterator[dict[str, int]]:
+    """All degrees, by their names."""
     for pipeline in divisors(work.ranks):
         for tensor in divisors(work.ranks // pipeline):
             data = work.ranks // pipeline // tensor
             for sequence in divisors(data):
                 for context in divisors(data // sequence):
                     for expert in divisors(math.gcd(data, work.experts)) if work.experts else (1,):
-                        yield pipeline, tensor, sequence, context, expert
+                        yield dict(zip(DEGREES, (pipeline, tensor, sequence, context, expert), strict=True))
 
 
 def _illegal(layout: Layout, *, work: Workload) -> str:
     """Why the layout is refused, or "" if no rule here applies. The rules of `ztk.config` are decisive."""
-    base, larger = divmod(work.kv_heads, layout.tensor)
-    groups = work.heads // work.kv_heads
-    heads = [(base + more) * groups for more in {0, int(larger > 0)}]  # of a rank
+    heads = heads_of_ranks(work.heads, kv_heads=work.kv_heads, ranks=layout.tensor)
     is_ring, ring = layout.context > 1, 2 * layout.sequence * layout.context
     rules = (
         (layout.pipeline > work.layers + 2, "more stages than layers, embedding and head"),

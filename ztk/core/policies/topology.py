@@ -22,6 +22,13 @@ class ScheduleName(StrEnum):
 PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
 
 
+def heads_of_ranks(heads: int, *, kv_heads: int, ranks: int) -> list[int]:
+    """The numbers of query heads that a tensor-parallel rank may have. Key heads are divided with their query heads; the first ranks may get
+    one more."""
+    base, larger = divmod(kv_heads, ranks)
+    return [(base + more) * (heads // kv_heads) for more in ((1, 0) if larger else (0,))]
+
+
 _PIPELINE = When(
     "topology=pp2 and others with topology.pipeline above 1", lambda config, machine: config.topology.pipeline > 1
 )
