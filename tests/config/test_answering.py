@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.config.test_config import composed, faults
-from ztk.config.machine import Machine
+from ztk.core.policies.machine import Machine
 
 GENERATE = ("task=generate", "inference.model={folder}", "inference.prompts={file}")
 

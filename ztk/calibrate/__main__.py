@@ -10,9 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ztk.config.machine import Machine
 from ztk.core.launch import RankError, run_ranks
 from ztk.core.policies.hardware import measured_path, write_measured
+from ztk.core.policies.machine import Machine
 
 RANKS_WITHOUT_GPU = 2  # the same as the default of a run
 

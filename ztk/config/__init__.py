@@ -8,7 +8,6 @@ from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
-from ztk.config.machine import Machine
 from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
@@ -19,6 +18,7 @@ from ztk.config.rewards import evaluation_config, has_rewards, open_rewards, pre
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
 from ztk.config.text import prepare_text, text_policy, tokenizer_of_run
 from ztk.core.policies.config import Config
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import is_own, reads_documents
 from ztk.core.policies.sweep import RepeatWith, SweepConfig
 

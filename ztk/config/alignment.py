@@ -7,7 +7,6 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
 from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
-from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
 from ztk.config.rollout import generator_faults, warm_start_faults
 from ztk.config.topology import (
@@ -20,6 +19,7 @@ from ztk.config.topology import (
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face

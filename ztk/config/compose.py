@@ -25,7 +25,6 @@ from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
 from ztk.config.keys import SWEEP, flatten, leaf_types, named_by, path_keys, read, run_keys, section_of, write
 from ztk.config.lengths import take_lengths
-from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, take_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.rates import take_rate
@@ -40,6 +39,7 @@ from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ANSWERING,

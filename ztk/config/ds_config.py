@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ztk.config.errors import ConfigError
 from ztk.config.keys import named_by
-from ztk.config.machine import Machine
+from ztk.core.policies.machine import Machine
 
 KEY = "ds_config"
 _RANKS_WITHOUT_GPU = 2

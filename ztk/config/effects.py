@@ -5,9 +5,9 @@ recorded configuration lists only effective keys. A key with an effect needs a v
 """
 
 from ztk.config.keys import read, run_keys, write, written
-from ztk.config.machine import Machine
 from ztk.config.own import is_own_key
 from ztk.core.policies.config import Config
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.offload import ParameterTier
 
 

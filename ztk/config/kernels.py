@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from ztk.config.machine import Machine
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, HERE
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import device_of, times_kernels
 from ztk.core.policies.train import KernelBackend, LoggerMode
 

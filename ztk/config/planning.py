@@ -5,10 +5,10 @@ from dataclasses import fields
 
 from omegaconf import DictConfig
 
-from ztk.config.machine import Machine
 from ztk.config.topology import settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.peers import Peer
 from ztk.core.policies.plan import rank_faults, untraced
 from ztk.core.policies.zero import ZeroEngine

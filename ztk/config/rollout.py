@@ -8,7 +8,6 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
 from ztk.config.environments import environment_faults
 from ztk.config.hugging_face import dropouts_of, family_of
-from ztk.config.machine import Machine
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import (
@@ -21,6 +20,7 @@ from ztk.config.topology import (
 )
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS
 from ztk.core.policies.rollout import (
     BaselineName,

@@ -18,7 +18,6 @@ from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
 from ztk.config.kernels import kernel_faults
 from ztk.config.keys import read, run_keys, written
-from ztk.config.machine import Machine
 from ztk.config.own import is_own_key, own_faults
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.program import module_faults
@@ -29,6 +28,7 @@ from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.ranges import shown
 from ztk.core.policies.runs import (

@@ -5,9 +5,9 @@ torch.
 import math
 from collections.abc import Iterator
 
-from ztk.config.machine import Machine
 from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
+from ztk.core.policies.machine import Machine
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
 from ztk.core.policies.runs import device_of, infers, is_hugging_face
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks

@@ -7,22 +7,10 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ztk.core.policies.machine import Machine
+
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
-
-
-class Machine(Protocol):
-    """The facts about a machine that conditions of keys depend on."""
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that torch can use."""
-        ...
-
-    @property
-    def started_ranks(self) -> int:
-        """World size if torchrun or srun has started the ranks, else 0."""
-        ...
 
 
 class Accepted(Protocol):

@@ -11,7 +11,7 @@ from ztk.core.policies.tier import Tier
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
-    from ztk.core.policies.key import Machine
+    from ztk.core.policies.machine import Machine
     from ztk.core.policies.model import ModelConfig
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
