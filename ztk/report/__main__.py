@@ -18,7 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Describes this machine, compares runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"compare": _compare, "html": _html, "profile": _profile}
-    return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
+    try:
+        return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _machine(words: list[str]) -> int:
@@ -52,11 +56,7 @@ def _compare(words: list[str]) -> int:
     parser.add_argument("--metrics", help=f"keys of summary.json ({usual})")
     parser.add_argument("--format", default="markdown", choices=[form.value for form in TableFormat])
     given = parser.parse_args(words)
-    try:
-        found = compare(given.folders, baseline=given.baseline, metrics=given.metrics and given.metrics.split(","))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    found = compare(given.folders, baseline=given.baseline, metrics=given.metrics and given.metrics.split(","))
     print(render(found, form=TableFormat(given.format)))
     return 0
 
@@ -78,11 +78,7 @@ def _profile(words: list[str]) -> int:
         print(f"opens {address}", flush=True)
         webbrowser.open(address)
 
-    try:
-        open_trace(given.folder, rank=given.rank, show=show)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    open_trace(given.folder, rank=given.rank, show=show)
     return 0
 
 
@@ -104,15 +100,11 @@ def _html(words: list[str]) -> int:
         help=f"follow running jobs: rewrite the file as they change, at most every SECONDS (default: {SECONDS:g})",
     )
     given = parser.parse_args(words)
-    try:
-        if given.live is None:
-            written = write_report(given.folder, to=given.to)
-        else:
-            print(f"follows {given.folder}; open {choose_target(given.folder, to=given.to)}", flush=True)
-            written = follow(given.folder, to=given.to, seconds=given.live)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if given.live is None:
+        written = write_report(given.folder, to=given.to)
+    else:
+        print(f"follows {given.folder}; open {choose_target(given.folder, to=given.to)}", flush=True)
+        written = follow(given.folder, to=given.to, seconds=given.live)
     print(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
     return 0
 
