@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ztk.config.batch import checkpoint_fault
 from ztk.config.evaluating import evaluating_faults, is_of_training
-from ztk.config.keys import read, written
+from ztk.config.keys import read
 from ztk.config.topology import DEGREES
 from ztk.core.policies.config import Config
 from ztk.core.policies.inference import (
@@ -20,6 +20,7 @@ from ztk.core.policies.inference import (
     cache_faults,
     calibration_faults,
 )
+from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, DRAWING, as_paths, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier

@@ -4,9 +4,10 @@ A key without effect is an error if the user set it, and becomes None if it is a
 recorded configuration lists only effective keys. A key with an effect needs a value, unless it is optional.
 """
 
-from ztk.config.keys import read, run_keys, write, written
+from ztk.config.keys import read, run_keys, write
 from ztk.config.own import is_own_key
 from ztk.core.policies.config import Config
+from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.offload import ParameterTier
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from ztk.config.keys import read, written
+from ztk.config.keys import read
 from ztk.config.other_models import model_of_folder
 from ztk.config.renamed import rename_recorded
 from ztk.config.topology import DEGREES, sequence_ranks
@@ -14,6 +14,7 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.evaluation import EvalEngine
 from ztk.core.policies.inference import WeightFormat
+from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig

@@ -9,11 +9,12 @@ from typing import Any
 
 from ztk.config.batch import AUTO
 from ztk.config.errors import ConfigError
-from ztk.config.keys import flatten, written
+from ztk.config.keys import flatten
 from ztk.config.record import load
 from ztk.config.text import have_same_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.experiment import changes_numbers, is_counted
+from ztk.core.policies.key import written
 from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.schedule import wsd_steps
 

@@ -105,17 +105,6 @@ def write(config: Config, *, key: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def written(value: Any) -> str:
-    """Formats a value as on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
-    return str(value)
-
-
 def named_by(word: str) -> str:
     """Returns the key or group that a word of the command line sets: "zero.stage" of "++zero.stage=3"."""
     return word.partition("=")[0].lstrip("+~").partition("@")[0]

@@ -10,11 +10,11 @@ import yaml
 
 from ztk.config.arguments import options_of, read_option
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, flatten, line_keys, section_of, written
+from ztk.config.keys import expected, flatten, line_keys, section_of
 from ztk.config.own import FREE
 from ztk.config.suggest import near_keys
 from ztk.core.policies.config import Config
-from ztk.core.policies.key import Key
+from ztk.core.policies.key import Key, written
 from ztk.core.policies.suggest import did_you_mean
 
 # Groups without keys of their own: their files set keys and options of other groups.

@@ -17,7 +17,7 @@ from ztk.config.effects import effect_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
 from ztk.config.kernels import kernel_faults
-from ztk.config.keys import read, run_keys, written
+from ztk.config.keys import read, run_keys
 from ztk.config.own import is_own_key, own_faults
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.program import module_faults
@@ -28,6 +28,7 @@ from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.ranges import shown

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ztk.config.batch import AUTO
 from ztk.config.derived import derive
-from ztk.config.keys import written
 from ztk.config.other_models import is_text_model
 from ztk.config.text import have_same_tokenizer, open_tokenizer, tokenizer_of_run
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face, reads_lines

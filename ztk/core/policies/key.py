@@ -135,6 +135,17 @@ def ranges_of(section: type) -> dict[str, Any]:
     return {name: declared.range for name, declared in declared_keys(section).items() if declared.range is not None}
 
 
+def written(value: Any) -> str:
+    """Formats a value as on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    return str(value)
+
+
 def chosen(group: str, *names: str) -> When:
     """Runs with one of these options of a group, whose section has a key `name`."""
     *others, last = names

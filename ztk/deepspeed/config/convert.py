@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from ztk.core.policies.key import written
 from ztk.core.policies.optimizer import TORCH
 from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config import Settings
@@ -59,7 +60,7 @@ class Overrides:
 
     def add(self, pairs: Mapping[str, object]) -> None:
         """Adds keys of run.py with their values."""
-        self.words += [f"{key}={_word(value)}" for key, value in pairs.items()]
+        self.words += [f"{key}={written(value)}" for key, value in pairs.items()]
 
 
 def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_batch: bool = False) -> Overrides:
@@ -414,13 +415,3 @@ def _ds_warmup(scheduler: Mapping, *, steps: int, lr: float) -> dict:
     rates = {"warmup_min_lr": lr * start, "warmup_max_lr": lr}
     kind = "WarmupLR" if name == "constant" else "WarmupDecayLR"
     return {"scheduler": {"type": kind, "params": {**total, **params, **rates}}}
-
-
-def _word(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    return str(value)
