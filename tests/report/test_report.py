@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 
 from ztk import report
 from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
+from ztk.core.runtime.comm.counters import CommCounters
+from ztk.core.runtime.io import IoCounters
 from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
 from ztk.report.plot import draw_memory, draw_reward, draw_speed
@@ -37,19 +39,6 @@ SUMMARY_KEYS = {
 }
 
 
-@dataclass
-class Counters:
-    bytes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class Io:
-    read_bytes: int = 0
-    write_bytes: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class Metrics:
     lr: float = 3e-4
@@ -59,7 +48,7 @@ class Metrics:
 
 
 def make_gauges() -> report.Gauges:
-    return report.Gauges(memory=MemoryLedger(), comm=Counters(), clock=PhaseClock(), io=Io())
+    return report.Gauges(memory=MemoryLedger(), comm=CommCounters(), clock=PhaseClock(), io=IoCounters())
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
@@ -149,7 +138,7 @@ def test_seconds_are_of_one_rank_and_categories_are_of_the_peak():
     ledger.add(tier=Tier.device, category="parameters", nbytes=10)
     ledger.add(tier=Tier.device, category="gathered", nbytes=30)
     ledger.remove(tier=Tier.device, category="gathered", nbytes=30)
-    holdings = report.Gauges(memory=ledger, comm=Counters(), clock=PhaseClock(), io=Io()).holdings()
+    holdings = report.Gauges(memory=ledger, comm=CommCounters(), clock=PhaseClock(), io=IoCounters()).holdings()
     flows = [
         {"seconds.forward": 5.0, "seconds.io": 1.0, "io.read_bytes": 3},
         {"seconds.forward": 2.0, "seconds.io": 9.0},

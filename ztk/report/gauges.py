@@ -1,14 +1,16 @@
 """Flattens the counters of a rank to numbers, and gathers the numbers of all ranks."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
+from ztk.core.runtime.io import IoCounters
+from ztk.core.runtime.mesh import MeshCounters
 
 # [k] of every rank -> [world, k], bitwise equal everywhere. Passed in, because collectives belong to `ztk.core.runtime`.
 Gather = Callable[[Tensor], Tensor]
@@ -17,25 +19,14 @@ COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"
 PHASES = ("forward", "backward", "bubble", "communication", "optimizer", "io")
 
 
-class _HasBytes(Protocol):
-    bytes: Mapping[str, int]
-
-
-class _HasIo(Protocol):
-    read_bytes: int
-    write_bytes: int
-    read_seconds: float
-    write_seconds: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges:
     """The counters of a rank's engine. `io` is None unless something is offloaded to files."""
 
     memory: MemoryLedger
-    comm: _HasBytes
+    comm: MeshCounters
     clock: PhaseClock
-    io: _HasIo | None = None
+    io: IoCounters | None = None
     device: torch.device = torch.device("cpu")
 
     def memory_bytes(self) -> dict[str, int]:
