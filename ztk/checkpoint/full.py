@@ -31,31 +31,13 @@ def full_state_dict(
 ) -> dict[str, Tensor] | None:
     """Returns the full model's state_dict in main memory: on rank 0, or on all ranks with `everywhere`; None elsewhere.
 
-    A collective call.
+    A collective call. Each rank also keeps its own parts in memory until all are assembled.
 
     It has the shapes of the full parameters in the model's compute dtype, tied names and persistent buffers. In contrast,
     `engine.module.state_dict()` has only this rank's parts.
     """
-    keeps = everywhere or engine.process.comm.rank == 0
-    state = gather_state(engine, keeps=keeps, exclude_frozen=exclude_frozen)
-    return state if keeps else None
-
-
-def is_cut(engine: Subject) -> bool:
-    """Returns whether tensor, pipeline or expert parallelism gives ranks different parts of the model."""
-    topology = engine.process.mesh.topology
-    return max(topology.tensor, topology.expert, topology.pipeline) > 1
-
-
-def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Returns weights in main memory by name, in their full shapes, with tied names and persistent buffers; empty if `keeps` is False.
-
-    A collective call. Each rank also keeps its own parts in memory until all are assembled.
-
-    keeps: True on rank 0, and on either all or none of the others.
-    """
     comm, module = engine.process.comm, engine.module
-    cut = is_cut(engine)
+    keeps, cut = everywhere or comm.rank == 0, is_cut(engine)
     values = {}
     for name, value in engine.zero.full_parameters():
         if keeps or cut:
@@ -71,10 +53,16 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
         ties = {name: first for _, theirs in everyone for name, first in theirs.items()}
         values = _put_together(values, of_ranks=[theirs for theirs, _ in everyone], comm=comm, keeps=keeps)
     if not keeps:
-        return {}
+        return None
     wanted = {name for name, item in held.items() if item.trainable or not exclude_frozen}
     state = {name: value for name, value in values.items() if name in wanted}
     return state | {name: state[first] for name, first in ties.items() if first in wanted}
+
+
+def is_cut(engine: Subject) -> bool:
+    """Returns whether tensor, pipeline or expert parallelism gives ranks different parts of the model."""
+    topology = engine.process.mesh.topology
+    return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
 def _parameters_held(engine: Subject) -> dict[str, _Held]:
