@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ztk.config.topology import DEGREES
+from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import is_hugging_face
@@ -51,10 +51,10 @@ def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
         )
     if config.model.experts is not None:
         yield f"lora.rank={rank}: experts of ztk's decoder are not linear layers; use model=nano or another dense model, or lora=none"
-    for degree in DEGREES:
-        if degree != "tensor" and getattr(config.topology, degree) > 1:
+    for degree, value in cut_degrees(config.topology).items():
+        if degree != "tensor":
             yield (
-                f"topology.{degree}={getattr(config.topology, degree)}: adapters of ztk's decoder train with topology=dp and tp2 only; "
+                f"topology.{degree}={value}: adapters of ztk's decoder train with topology=dp and tp2 only; "
                 f"use topology.{degree}=1, or lora=none"
             )
     for name in targets:

@@ -10,8 +10,8 @@ from ztk.config.lengths import KEY, records_of
 from ztk.config.other_models import teacher_faults
 from ztk.config.rollout import generator_faults, warm_start_faults
 from ztk.config.topology import (
-    DEGREES,
     critic_faults,
+    cut_degrees,
     padded_expert_faults,
     replicas_of,
     settled_ranks,
@@ -149,13 +149,11 @@ def _strategy_faults(config: Config) -> Iterator[str]:
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "distill":
-        for degree in DEGREES:
-            value = getattr(config.topology, degree)
-            if value > 1:
-                yield (
-                    f"topology.{degree}={value}: task=distill reads the model's output of full sequences on every rank; use topology=dp, "
-                    f"or topology.{degree}=1"
-                )
+        for degree, value in cut_degrees(config.topology).items():
+            yield (
+                f"topology.{degree}={value}: task=distill reads the model's output of full sequences on every rank; use topology=dp, "
+                f"or topology.{degree}=1"
+            )
     elif name == "reward":
         yield from critic_faults(config, needs="a reward model")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ztk.config.batch import checkpoint_fault
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.keys import read
-from ztk.config.topology import DEGREES
+from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.inference import (
     ONLY_NVME,
@@ -72,9 +72,8 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
 
 
 def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
-    for degree in DEGREES:
-        value = getattr(config.topology, degree)
-        if degree != "tensor" and value > 1:
+    for degree, value in cut_degrees(config.topology).items():
+        if degree != "tensor":
             yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
     if _is_packed(config):
         yield (

@@ -9,7 +9,7 @@ import yaml
 from ztk.config.keys import read
 from ztk.config.other_models import model_of_folder
 from ztk.config.renamed import rename_recorded
-from ztk.config.topology import DEGREES, sequence_ranks
+from ztk.config.topology import cut_degrees, sequence_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.evaluation import EvalEngine
@@ -38,7 +38,7 @@ def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) ->
     if config.task.name != "eval" or config.eval.engine is not None:
         return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
-    needs = any(getattr(config.topology, name) > 1 for name in DEGREES if name != "tensor")
+    needs = cut_degrees(config.topology).keys() - {"tensor"}
     chosen = any(key.partition(".")[0] in ("zero", "precision") for key in given)
     more = ranks > max(1, config.topology.tensor) or (config.topology.data or 1) > 1
     config.eval.engine = EvalEngine.training if needs or chosen or more else EvalEngine.inference

@@ -11,8 +11,8 @@ from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import (
-    DEGREES,
     critic_faults,
+    cut_degrees,
     is_cut,
     padded_expert_faults,
     replicas_of,
@@ -171,13 +171,13 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """Yields faults of ranks that share a model."""
-    name, topology = config.task.name, config.topology
+    name = config.task.name
     yield from padded_expert_faults(config)
     if name == "ppo":
         yield from critic_faults(config, needs="a critic")
     elif config.reward.path is not None and not is_text_model(config.reward.path):
         yield from critic_faults(config, needs="the model of reward.path")
-    cut = {degree: value for degree in DEGREES if (value := getattr(topology, degree)) > 1}
+    cut = cut_degrees(config.topology)
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
     if cut and config.rollout.engine is RolloutEngineName.generator:
         yield (

@@ -17,9 +17,14 @@ RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
 
 
+def cut_degrees(topology: TopologyConfig) -> dict[str, int]:
+    """Returns the degrees above 1, without data parallelism, by name."""
+    return {name: degree for name in DEGREES if (degree := getattr(topology, name)) > 1}
+
+
 def is_cut(topology: TopologyConfig) -> bool:
     """Returns whether any axis except data parallelism has more than one rank."""
-    return any(getattr(topology, name) > 1 for name in DEGREES)
+    return bool(cut_degrees(topology))
 
 
 def model_ranks(topology: TopologyConfig) -> int:
@@ -100,7 +105,8 @@ def critic_faults(config: Config, *, needs: str) -> Iterator[str]:
 
 def padded_expert_faults(config: Config) -> Iterator[str]:
     """Yields a fault if texts of a model with experts would be padded, because its layers or sequences are cut."""
-    cut = {degree: value for degree in DEGREES[:-1] if (value := getattr(config.topology, degree)) > 1}
+    cut = cut_degrees(config.topology)
+    cut.pop("expert", None)
     if cut and config.model.experts is not None:
         key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
         yield (
