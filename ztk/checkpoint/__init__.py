@@ -5,9 +5,8 @@ from ztk.checkpoint.architecture import adapter_scale, has_adapters, leaves_out_
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
 from ztk.checkpoint.full import full_state_dict
-from ztk.checkpoint.load import LoadReport, load
+from ztk.checkpoint.load import LoadReport, load, load_newest
 from ztk.checkpoint.manifest import Manifest, read_manifest
-from ztk.checkpoint.newest import load_newest
 from ztk.checkpoint.save import Saver, SaveReport, save
 
 __all__ = [

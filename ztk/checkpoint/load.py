@@ -5,17 +5,18 @@ parameters.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.errors import Agreement, CheckpointError
+from ztk.checkpoint.errors import Agreement, CheckpointError, DamagedCheckpoint
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
-from ztk.checkpoint.folder import open_manifest, resolve
+from ztk.checkpoint.folder import LATEST, checkpoints, open_manifest, resolve
 from ztk.checkpoint.groups import check_second_moments
 from ztk.checkpoint.manifest import BUFFER, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
@@ -128,6 +129,45 @@ def load(
             *(() if weights_only else _notes_of_states(manifest, kept=engine.zero.kept_states, rounded=rounded)),
         ),
     )
+
+
+def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | None:
+    """Sets the engine's state from the latest checkpoint of `folder`. Returns None if there never was one. A collective call.
+
+    If a checkpoint is damaged, the newest intact one is loaded instead: `passed_over` of the report names the file and the fault, and
+    rank 0 issues a RuntimeWarning.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or the error would be the same for an older checkpoint, such as another model.
+    """
+    comm = engine.process.comm
+    found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
+    for path in found:
+        try:
+            report = load(engine, path=path)
+        except DamagedCheckpoint as error:
+            faults.append(str(error))
+            continue
+        if faults and comm.rank == 0:
+            warnings.warn(f"continues from {path} because {'; '.join(faults)}", RuntimeWarning, stacklevel=2)
+        return replace(report, passed_over=tuple(faults))
+    if faults:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint to continue from: {'; '.join(faults)}; to start again, move that folder away"
+        )
+    return None
+
+
+def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
+    """Returns (checkpoints, the one in `latest` first and then newest to oldest; faults of `latest`)."""
+    newest_first = checkpoints(folder)[::-1]
+    if not newest_first and not (folder / LATEST).exists():
+        return [], []
+    try:
+        latest = resolve(folder)
+    except CheckpointError as error:
+        return newest_first, [str(error)]
+    return [latest, *(path for path in newest_first if path != latest)], []
 
 
 def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:
