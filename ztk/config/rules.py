@@ -4,8 +4,11 @@ Rules of a single policy are in `ztk.core.policies`; the rules between policies 
 """
 
 import glob
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ztk.config.adapters import lora_faults
@@ -20,7 +23,6 @@ from ztk.config.kernels import kernel_faults
 from ztk.config.keys import read, run_keys
 from ztk.config.own import is_own_key, own_faults
 from ztk.config.planning import PLAN, planning_faults
-from ztk.config.program import module_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
@@ -81,7 +83,35 @@ def _contradictions(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _task(config: Config, machine: Machine) -> Iterator[str]:
-    yield from module_faults(config.task.module)
+    """Faults of a module that ranks cannot find. Imports nothing."""
+    name = config.task.module
+    if not all(part.isidentifier() for part in name.split(".")):
+        yield (
+            f"task.module={name}: must be the dotted name of a module that Python can import, such as "
+            "task.module=experiments.pretrain; a file is not"
+        )
+    elif not _exists(name):
+        yield (
+            f"task.module={name}: there is no such module in {os.getcwd()} or where Python looks; correct the name, or add its folder to "
+            "PYTHONPATH"
+        )
+
+
+def _exists(name: str) -> bool:
+    """Also looks in the current folder, where ranks start, and for `experiments` inside an installed ztk."""
+    first, *others = name.split(".")
+    package = Path(__file__).resolve().parents[1]
+    places = ([os.getcwd(), *sys.path], [str(package)], [str(package.parent)])
+    return any(_holds(PathFinder.find_spec(first, place), names=others) for place in places) or _holds(
+        importlib.util.find_spec(first), names=others
+    )
+
+
+def _holds(spec: ModuleSpec | None, *, names: list[str]) -> bool:
+    for name in names:
+        places = None if spec is None else spec.submodule_search_locations
+        spec = None if places is None else PathFinder.find_spec(name, list(places))
+    return spec is not None
 
 
 def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
