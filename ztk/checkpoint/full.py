@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.model import persistent_buffers, tied_names
-from ztk.checkpoint.subject import Subject
 from ztk.core.runtime import Comm
 from ztk.core.runtime.part import Part
+from ztk.train.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class _Held:
 
 
 def full_state_dict(
-    engine: Subject, *, everywhere: bool = False, exclude_frozen: bool = False
+    engine: Engine, *, everywhere: bool = False, exclude_frozen: bool = False
 ) -> dict[str, Tensor] | None:
     """Returns the full model's state_dict in main memory: on rank 0, or on all ranks with `everywhere`; None elsewhere.
 
@@ -59,13 +59,13 @@ def full_state_dict(
     return state | {name: state[first] for name, first in ties.items() if first in wanted}
 
 
-def is_cut(engine: Subject) -> bool:
+def is_cut(engine: Engine) -> bool:
     """Returns whether tensor, pipeline or expert parallelism gives ranks different parts of the model."""
     topology = engine.process.mesh.topology
     return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
-def _parameters_held(engine: Subject) -> dict[str, _Held]:
+def _parameters_held(engine: Engine) -> dict[str, _Held]:
     held = {}
     for bucket in engine.zero.buckets:
         for placement in bucket.layout.placements:

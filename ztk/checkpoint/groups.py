@@ -6,11 +6,11 @@ import torch
 
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import Manifest
-from ztk.checkpoint.subject import Subject
 from ztk.kernels import Hyper
+from ztk.train.engine import Engine
 
 
-def gather_groups(engine: Subject) -> list[dict[str, Any]]:
+def gather_groups(engine: Engine) -> list[dict[str, Any]]:
     """Returns one dictionary per set of hyperparameters. A collective call.
 
     Each has the optimizer's options by name and "params", the parameters' names. Rates are before the schedule's factor; they come from
@@ -40,7 +40,7 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def check_second_moments(engine: Subject, *, manifest: Manifest) -> None:
+def check_second_moments(engine: Engine, *, manifest: Manifest) -> None:
     """Raises CheckpointError if this run needs second moments of parameters that Muon updated and that have none.
 
     Zeros in their place would make the first steps 1 / sqrt(1 - beta2) times too long.

@@ -22,9 +22,9 @@ from ztk.checkpoint.manifest import BUFFER, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
-from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.core.runtime.part import Part
+from ztk.train.engine import Engine
 from ztk.zero.buckets.context import AVERAGE
 from ztk.zero.update.piece_states import FROZEN, MASTER
 
@@ -55,7 +55,7 @@ class LoadReport:
 
 
 def load(
-    engine: Subject,
+    engine: Engine,
     *,
     path: str | os.PathLike,
     weights_only: bool = False,
@@ -131,7 +131,7 @@ def load(
     )
 
 
-def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | None:
+def load_newest(engine: Engine, *, folder: str | os.PathLike) -> LoadReport | None:
     """Sets the engine's state from the latest checkpoint of `folder`. Returns None if there never was one. A collective call.
 
     If a checkpoint is damaged, the newest intact one is loaded instead: `passed_over` of the report names the file and the fault, and
@@ -217,7 +217,7 @@ def _words(kept: Mapping[str, str], *, names: Sequence[str]) -> str:
     return ", ".join(f"{name}: {kept[name]}" for name in names)
 
 
-def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) -> None:
+def _load_buffers(engine: Engine, *, reader: StateReader, keep: Sequence[str]) -> None:
     for name, buffer in persistent_buffers(engine.module):
         if name in keep:
             continue
@@ -226,7 +226,7 @@ def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) 
         buffer.data.copy_(value.view(buffer.shape))
 
 
-def _restore_progress(engine: Subject, *, manifest: Manifest) -> None:
+def _restore_progress(engine: Engine, *, manifest: Manifest) -> None:
     """Sets step control and counters to their values in the saved run."""
     scaling = engine.control.scaling
     alike = scaling.dynamic == manifest.layout["dynamic_loss_scale"]

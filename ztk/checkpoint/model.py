@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import TensorInfo
-from ztk.checkpoint.subject import Subject
 from ztk.kernels import State
+from ztk.train.engine import Engine
 
 # Scalars that are only valid for the kind of loss scaling that wrote them.
 _SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
@@ -28,7 +28,7 @@ class ModelInfo:
     own_buffers: frozenset[str]
 
     @staticmethod
-    def gather(engine: Subject) -> "ModelInfo":
+    def gather(engine: Engine) -> "ModelInfo":
         """Collects the model of all ranks, because pipeline stages have different parameters. A collective call."""
         own = parameter_infos(engine), buffer_infos(engine.module), tied_names(engine.module)
         everyone = engine.process.comm.gather_objects(own)
@@ -49,7 +49,7 @@ class ModelInfo:
         )
 
 
-def parameter_infos(engine: Subject) -> list[TensorInfo]:
+def parameter_infos(engine: Engine) -> list[TensorInfo]:
     """Returns the parameters of which this rank has a part, in the order of the model's definition."""
     infos = {}
     for bucket in engine.zero.buckets:

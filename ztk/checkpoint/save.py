@@ -26,12 +26,12 @@ from ztk.checkpoint.lock import WriterLock
 from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
 from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
-from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.torch_optimizer import gather_missed, gather_progress
 from ztk.core.runtime import Comm, Tier
 from ztk.core.runtime.comm import connect
 from ztk.core.runtime.ending import end_with_process, forget
+from ztk.train.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Saver:
 
     def __init__(
         self,
-        engine: Subject,
+        engine: Engine,
         *,
         folder: str | Path,
         retention: Retention | None = None,
@@ -375,7 +375,7 @@ class Saver:
 
 
 def save(
-    engine: Subject,
+    engine: Engine,
     *,
     folder: str | Path,
     data_state: Any = None,

@@ -12,9 +12,9 @@ from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
-from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.core.runtime.part import Part
+from ztk.train.engine import Engine
 from ztk.zero.update.piece_states import FROZEN
 
 Append = Callable[..., None]  # called as append(key, value=)
@@ -48,7 +48,7 @@ class Slice:
 class ShardSource:
     """This rank's part of the engine's state: first the list of slices, then their values piece by piece."""
 
-    def __init__(self, engine: Subject, *, buffers: frozenset[str], trained_only: bool = False) -> None:
+    def __init__(self, engine: Engine, *, buffers: frozenset[str], trained_only: bool = False) -> None:
         """buffers: names of the buffers that this rank writes. trained_only: omits frozen parameters."""
         self._engine, self._trained_only = engine, trained_only
         self._small: dict[tuple[str, str], Tensor] = {

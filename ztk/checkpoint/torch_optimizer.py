@@ -12,12 +12,12 @@ import torch
 
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import Manifest
-from ztk.checkpoint.subject import Subject
 from ztk.optim import TorchStep
 from ztk.optim.torch_step import Progress
+from ztk.train.engine import Engine
 
 
-def gather_progress(engine: Subject) -> dict[str, Any] | None:
+def gather_progress(engine: Engine) -> dict[str, Any] | None:
     """Returns JSON values: the "class" of the engine's torch optimizer, its "parameters" and its "groups". None for ztk's own.
 
     Collective.
@@ -44,7 +44,7 @@ def gather_progress(engine: Subject) -> dict[str, Any] | None:
     return {**step.options, "parameters": parameters, "groups": merged}
 
 
-def gather_missed(engine: Subject) -> dict[str, int]:
+def gather_missed(engine: Engine) -> dict[str, int]:
     """Returns parameter -> number of updates that it missed, over all ranks. Collective."""
     missed: dict[str, int] = {}
     for of_rank in engine.process.comm.gather_objects(engine.zero.missed_updates.counts):
@@ -52,7 +52,7 @@ def gather_missed(engine: Subject) -> dict[str, int]:
     return dict(sorted(missed.items()))
 
 
-def check_progress(engine: Subject, *, manifest: Manifest) -> None:
+def check_progress(engine: Engine, *, manifest: Manifest) -> None:
     """Raises CheckpointError unless the checkpoint's optimizer has the class of the engine's optimizer."""
     step = engine.zero.optimizer
     here = step.options["class"] if isinstance(step, TorchStep) else None
@@ -65,7 +65,7 @@ def check_progress(engine: Subject, *, manifest: Manifest) -> None:
         )
 
 
-def restore_progress(engine: Subject, *, manifest: Manifest | None, keep: Collection[str]) -> None:
+def restore_progress(engine: Engine, *, manifest: Manifest | None, keep: Collection[str]) -> None:
     """Restores the values of `gather_progress` and `gather_missed`.
 
     manifest: the checkpoint's, or None to restart. keep: parameters whose state must not change.
