@@ -19,11 +19,12 @@ from ztk.report.gauges import Gather, Gauges, gather_json
 from ztk.report.kernels import KernelLog, KernelPolicy
 from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
-from ztk.report.rows import RowBuilder, StepMetrics
+from ztk.report.rows import RowBuilder
 from ztk.report.status import INTERRUPTED, Status, read_summary
 from ztk.report.summary import rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import Tracker, TrackerPolicy
+from ztk.train.engine import StepMetrics
 
 _NO_KERNELS = KernelPolicy()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,7 @@ from torch import Tensor
 from ztk.core.policies.utilization import Work
 from ztk.report.digest import LossDigest
 from ztk.report.gauges import Gather, Gauges
-
-
-class StepMetrics(Protocol):
-    """An engine's metrics of its last step, on the host."""
-
-    lr: float
-    grad_norm: float
-    loss_scale: float
-    skipped_total: int
+from ztk.train.engine import StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +30,7 @@ class _Mark:
 class RowBuilder:
     """Collects steps and builds rows.
 
-    A row contains the fields of `StepMetrics` and:
+    A row contains `lr`, `grad_norm` and `loss_scale` of the last step, and:
     - `step`, counted from 1; `loss`, the mean over ranks and micro-batches of that step; `tokens` trained on and steps `skipped` so far;
     - means since the last row: `tokens_per_second` in total and per device, `step_seconds`, and `mfu` and `hfu` if `work` is known;
     - `memory.*_bytes` booked now, and `comm.*_bytes` and `io.*_bytes` per step since the last row, of the rank with the most.
