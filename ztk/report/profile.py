@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,36 +139,26 @@ def _pid(events: Iterable[Event]) -> Any:
     return next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Slice:
-    """Consecutive nodes of one module. Times in microseconds."""
-
-    module: str
-    pid: Any
-    start: float
-    stop: float
-
-
 def backward_by_module(events: list[Event]) -> list[Event]:
     """Returns slices for a separate row that names the module whose backward runs. events: of the trace, including ranges of modules."""
     module_of = _forward_modules(events)
-    slices: list[_Slice] = []
+    slices: list[Event] = []
+    last: str | None = None  # module of the last slice
     nodes = [event for event in events if event.get("ph") == "X" and event["name"].startswith(_NODE)]
     for node in sorted(nodes, key=lambda event: event["ts"]):
         number = node.get("args", {}).get("Sequence number")
         module = None if number is None else module_of.get(number)
-        if module is None and slices and "AccumulateGrad" in node["name"]:
-            module = slices[-1].module  # an accumulated gradient belongs to the node that computed it
+        if module is None and "AccumulateGrad" in node["name"]:
+            module = last  # an accumulated gradient belongs to the node that computed it
         if module is None:
             continue
-        if slices and slices[-1].module == module:
-            slices[-1].stop = node["ts"] + node["dur"]
+        start, stop = node["ts"], node["ts"] + node["dur"]
+        if module == last:
+            slices[-1]["dur"] = stop - slices[-1]["ts"]
         else:
-            slices.append(_Slice(module=module, pid=node["pid"], start=node["ts"], stop=node["ts"] + node["dur"]))
-    return [
-        _slice(f"backward of {found.module}", pid=found.pid, tid=BACKWARD, start=found.start, stop=found.stop)
-        for found in slices
-    ]
+            slices.append(_slice(f"backward of {module}", pid=node["pid"], tid=BACKWARD, start=start, stop=stop))
+            last = module
+    return slices
 
 
 def _slice(name: str, *, pid: Any, tid: str, start: float, stop: float) -> Event:
