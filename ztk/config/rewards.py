@@ -41,9 +41,7 @@ def reward_faults(config: Config) -> Iterator[str]:
     if is_own(config, section="reward") and (config.reward.function is not None or config.reward.functions):
         key = "reward.function" if config.reward.function is not None else "reward.functions"
         yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
-    if config.reward.function is not None:
-        yield from name_faults(config.reward.function, key="reward.function")
-    for key in ("functions", "eval_functions"):
+    for key in ("function", "functions", "eval_functions"):
         yield from _entry_faults(getattr(config.reward, key), key=f"reward.{key}")
 
 
