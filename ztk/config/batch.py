@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ztk.config.topology import fits, replicas_of
+from ztk.config.topology import replicas_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.pipeline import interleaved_faults
 from ztk.core.policies.records import record_of
@@ -63,7 +63,7 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
     Returns None if too few ranks are left for `launch.min_ranks` or for the topology.
     """
     for ranks in range(config.launch.ranks - lost, config.launch.min_ranks - 1, -1):
-        if fits(config.topology, ranks=ranks):
+        if config.topology.divide(ranks):
             break
     else:
         return None

@@ -9,7 +9,7 @@ import yaml
 from ztk.config.keys import read
 from ztk.config.other_models import model_of_folder
 from ztk.config.renamed import rename_recorded
-from ztk.config.topology import cut_degrees, sequence_ranks
+from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.evaluation import EvalEngine
@@ -82,7 +82,7 @@ def usual_window(config: Config) -> int:
 def multiple_of(topology: TopologyConfig) -> int:
     """Returns the number that must divide sequence lengths, so that ranks can share a sequence."""
     chunks = 2 if topology.context > 1 else 1
-    return chunks * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
+    return chunks * topology.sequence_ranks * (topology.tensor if topology.sequence_parallel else 1)
 
 
 def is_of_training(key: str) -> bool:

@@ -27,33 +27,14 @@ def is_cut(topology: TopologyConfig) -> bool:
     return bool(cut_degrees(topology))
 
 
-def model_ranks(topology: TopologyConfig) -> int:
-    """Returns the number of ranks per replica."""
-    return topology.pipeline * topology.tensor * sequence_ranks(topology)
-
-
-def sequence_ranks(topology: TopologyConfig) -> int:
-    """Returns the number of ranks that share a sequence."""
-    return topology.context * topology.sequence
-
-
-def fits(topology: TopologyConfig, *, ranks: int) -> bool:
-    """Returns whether the degrees divide this number of ranks."""
-    replicas, rest = divmod(ranks, model_ranks(topology))
-    return replicas > 0 and not rest and (replicas * sequence_ranks(topology)) % topology.expert == 0
-
-
 def ranks_of(topology: TopologyConfig) -> int:
     """Returns the world size of the layout: with its number of replicas, or with the smallest possible one."""
-    replicas = topology.data or 1
-    while not fits(topology, ranks=replicas * model_ranks(topology)) and topology.data is None:
-        replicas += 1
-    return replicas * model_ranks(topology)
+    return topology.min_ranks if topology.data is None else max(1, topology.data) * topology.model_ranks
 
 
 def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
     """Returns the number of replicas, each of which gets its own sequences."""
-    return max(1, ranks // model_ranks(topology))
+    return max(1, ranks // topology.model_ranks)
 
 
 def settled_ranks(config: Config, *, machine: Machine) -> int:
@@ -123,13 +104,12 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
             f"topology.data={topology.data} makes {named} ranks and there are {ranks}: use launch.ranks={named}, or leave out "
             "topology.data"
         )
-    elif not fits(topology, ranks=ranks or named):
-        smallest = ranks_of(TopologyConfig(**{**vars(topology), "data": None}))
+    elif not topology.divide(ranks or named):
         named_degrees = [name for name in DEGREES[:-1] if name != "context" or topology.context > 1]
         degrees = " x ".join(f"topology.{name}={getattr(topology, name)}" for name in named_degrees)
         yield (
             f"{ranks or named} ranks cannot be cut into {degrees} with topology.expert={topology.expert}: use "
-            f"launch.ranks={smallest} or a multiple of it"
+            f"launch.ranks={topology.min_ranks} or a multiple of it"
         )
 
 
@@ -185,7 +165,7 @@ def _context_faults(config: Config) -> Iterator[str]:
             f"topology.context={topology.context}: task={config.task.name} reads answers of several lengths, which are not padded for a ring; "
             "use topology.context=1 and topology.sequence"
         )
-    unit = 2 * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
+    unit = 2 * topology.sequence_ranks * (topology.tensor if topology.sequence_parallel else 1)
     if config.model.experts is not None and length % unit:
         yield (
             f"data.seq_len={length}: topology.context={topology.context} pads it to a multiple of {unit}, and padding would be routed to "

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ztk.core.policies.hardware import Hardware
-from ztk.core.policies.topology import heads_of_ranks
+from ztk.core.policies.topology import Degrees, heads_of_ranks
 
 STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
@@ -20,7 +20,7 @@ DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Layout(Degrees):
     """One way to run. Degrees as in `Topology`. fraction: the offloaded part of the optimizer states."""
 
     stage: int
@@ -100,11 +100,11 @@ class Workload:
 
     def replicas(self, layout: Layout) -> int:
         """Number of ranks with different sequences."""
-        return self.ranks // (layout.pipeline * layout.tensor * layout.sequence * layout.context)
+        return self.ranks // layout.model_ranks
 
     def tokens(self, layout: Layout) -> float:
         """Tokens of a rank's micro-batch."""
-        return self.micro_batch * self.seq_len / (layout.sequence * layout.context)
+        return self.micro_batch * self.seq_len / layout.sequence_ranks
 
     def forwards(self, layout: Layout) -> int:
         """Micro-batches of a step."""
@@ -223,7 +223,7 @@ def _degrees(work: Workload) -> Iterator[dict[str, int]]:
 def _illegal(layout: Layout, *, work: Workload) -> str:
     """Why the layout is refused, or "" if no rule here applies. The rules of `ztk.config` are decisive."""
     heads = heads_of_ranks(work.heads, kv_heads=work.kv_heads, ranks=layout.tensor)
-    is_ring, ring = layout.context > 1, 2 * layout.sequence * layout.context
+    is_ring, ring = layout.context > 1, 2 * layout.sequence_ranks
     rules = (
         (layout.pipeline > work.layers + 2, "more stages than layers, embedding and head"),
         (layout.tensor > work.kv_heads, "more tensor ranks than key heads"),

@@ -22,6 +22,40 @@ class ScheduleName(StrEnum):
 PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
 
 
+class Degrees:
+    """Arithmetic of the degrees of parallelism, for classes that have them as attributes."""
+
+    __slots__ = ()
+    pipeline: int
+    tensor: int
+    sequence: int
+    context: int
+    expert: int
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share a sequence: they have different parts of it and the same part of the model."""
+        return self.context * self.sequence
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one batch needs."""
+        return self.pipeline * self.tensor * self.sequence_ranks
+
+    @property
+    def min_ranks(self) -> int:
+        """The smallest world with these degrees."""
+        replicas = 1
+        while not self.divide(replicas * self.model_ranks):
+            replicas += 1
+        return replicas * self.model_ranks
+
+    def divide(self, ranks: int) -> bool:
+        """Whether this number of ranks can be cut into the degrees. Experts are spread over data-parallel ranks."""
+        replicas, rest = divmod(ranks, self.model_ranks)
+        return replicas > 0 and not rest and (replicas * self.sequence_ranks) % self.expert == 0
+
+
 def heads_of_ranks(heads: int, *, kv_heads: int, ranks: int) -> list[int]:
     """The numbers of query heads that a tensor-parallel rank may have. Key heads are divided with their query heads; the first ranks may get
     one more."""
@@ -35,7 +69,7 @@ _PIPELINE = When(
 
 
 @dataclass(kw_only=True)
-class TopologyConfig:
+class TopologyConfig(Degrees):
     """How the ranks divide the model: degrees of pipeline, tensor, sequence, context, expert and data parallelism."""
 
     changes: ClassVar = Changes.experiment

@@ -14,6 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ztk.core.policies.topology import Degrees
 from ztk.core.runtime.comm import Comm, CommCounters
 
 # axis -> how the ranks [pp, dp, cp, sp, tp] become groups [number of groups, size]
@@ -34,7 +35,7 @@ AXES = (*_GROUPS, *_DATA_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
+class Topology(Degrees):
     """Degrees of parallelism. The remaining factor of the world size is data parallelism.
 
     pipeline: stages. tensor: shards of each layer. context: parts of each sequence, between which attention goes around a ring. sequence:
@@ -58,25 +59,6 @@ class Topology:
             if getattr(self, name) < 1:
                 raise ValueError(f"topology.{name}={getattr(self, name)}: must be 1 or more")
 
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that one batch needs."""
-        return self.pipeline * self.tensor * self.sequence_ranks
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Ranks that share a sequence: they have different parts of it and the same part of the model."""
-        return self.context * self.sequence
-
-    @property
-    def min_ranks(self) -> int:
-        """The smallest world with these degrees."""
-        unit = self.pipeline * self.tensor
-        data = self.sequence_ranks
-        while data % self.expert:
-            data += self.sequence_ranks
-        return unit * data
-
     def replicas(self, *, world_size: int) -> int:
         """Ranks along dp: how many different batches there are.
 
@@ -84,11 +66,11 @@ class Topology:
             ValueError: the degrees do not fit the world size.
         """
         data = world_size // (self.pipeline * self.tensor)
-        if not data % self.expert and not world_size % self.model_ranks and data % self.intra_node:
+        if self.divide(world_size) and data % self.intra_node:
             raise ValueError(
                 f"{data} data-parallel ranks cannot be cut into groups of zero.hpz_partition_size={self.intra_node}: use a divisor"
             )
-        if world_size % self.model_ranks or data % self.expert:
+        if not self.divide(world_size):
             raise ValueError(
                 f"{world_size} ranks cannot be cut into topology.pipeline={self.pipeline} x topology.tensor={self.tensor} x "
                 f"{self._context}topology.sequence={self.sequence} with topology.expert={self.expert}: use launch.ranks={self.min_ranks} or a "
