@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ztk.config.errors import ConfigError
 from ztk.config.keys import named_by
+from ztk.config.topology import RANKS_WITHOUT_GPU
 from ztk.core.policies.machine import Machine
 
 KEY = "ds_config"
-_RANKS_WITHOUT_GPU = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,5 +61,5 @@ def _ranks(overrides: list[str], *, machine: Machine) -> int:
     return (
         int(named)
         if named.isdecimal() and named.isascii() and int(named)
-        else machine.started_ranks or gpus or _RANKS_WITHOUT_GPU
+        else machine.started_ranks or gpus or RANKS_WITHOUT_GPU
     )
