@@ -197,29 +197,16 @@ def _exposed(layout: Layout, *, work: Workload) -> float:
     activations = work.tokens(layout) * work.dim * work.parameter_bytes * forwards
     layers, passes = work.layers / layout.pipeline, 3 if layout.recompute == "full" else 2
     starts = passes * layers * forwards
-    seconds = _seconds(
-        2 * activations * 2 * passes * layers,
-        size=layout.tensor,
-        span=layout.tensor,
-        starts=2 * starts,
-        layout=layout,
-        hardware=hardware,
+    blocks = activations * passes * layers
+    chosen = activations * passes * work.expert_choices / layout.pipeline
+    collectives = (  # bytes, ranks, neighbours among which they are, starts
+        (4 * blocks, layout.tensor, layout.tensor, 2 * starts),
+        (4 * blocks, layout.sequence, layout.sequence * layout.tensor, 4 * starts),
+        (2 * chosen, layout.expert, layout.expert * layout.tensor, 2 * starts),
     )
-    seconds += _seconds(
-        4 * activations * passes * layers,
-        size=layout.sequence,
-        span=layout.sequence * layout.tensor,
-        starts=4 * starts,
-        layout=layout,
-        hardware=hardware,
-    )
-    seconds += _seconds(
-        2 * activations * passes * work.expert_choices / layout.pipeline,
-        size=layout.expert,
-        span=layout.expert * layout.tensor,
-        starts=2 * starts,
-        layout=layout,
-        hardware=hardware,
+    seconds = sum(
+        _seconds(nbytes, size=size, span=span, starts=count, layout=layout, hardware=hardware)
+        for nbytes, size, span, count in collectives
     )
     return seconds + max(0.0, _ring(layout, work=work) - _attention(layout, work=work))
 
