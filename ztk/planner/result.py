@@ -37,18 +37,18 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization, see `ztk.core.policies.utilization`."""
-        if self.hardware is None or self.time is None or not self.model_flops:
-            return None
-        rate = self.hardware.rate(self.dtype)
-        return utilization(self.model_flops / self.world_size, seconds=self.time.seconds, rate=rate)
+        return self._utilization(self.model_flops / self.world_size)
 
     @property
     def hfu(self) -> float | None:
         """Hardware FLOPs utilization of the busiest rank, recomputation included."""
+        return self._utilization(max(trace.flops for trace in self.classes))
+
+    def _utilization(self, flops: float) -> float | None:
+        """The utilization of a rank that computes `flops` operations per step. None without hardware or the model's operations."""
         if self.hardware is None or self.time is None or not self.model_flops:
             return None
-        most = max(trace.flops for trace in self.classes)
-        return utilization(most, seconds=self.time.seconds, rate=self.hardware.rate(self.dtype))
+        return utilization(flops, seconds=self.time.seconds, rate=self.hardware.rate(self.dtype))
 
     @property
     def fullest(self) -> RankTrace:
