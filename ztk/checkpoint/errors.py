@@ -41,33 +41,27 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Agreement:
-    """Turns a failure on one rank into the same failure on all: `with agreement.step("write"): ...`, on every rank."""
+@contextmanager
+def agreed(comm: Comm, *, error: type[Exception]) -> Iterator[None]:
+    """Runs the block on every rank and then compares the results. If any rank failed, all raise the same error.
 
-    def __init__(self, comm: Comm, *, error: type[Exception]) -> None:
-        self._comm, self._error = comm, error
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Runs the block and then compares the results of all ranks. If any rank failed, all raise the same error.
-
-        The error has the class of the failures if they share a subclass of `error`.
-        """
-        failure = None
-        try:
-            yield
-        except (PeerLost, CommMismatch):
-            raise  # a single rank has nothing to compare
-        except Exception as error:
-            failure = error
-        own_kind = type(failure) if isinstance(failure, self._error) else self._error
-        told = self._comm.gather_objects(None if failure is None else (own_kind, describe(failure)))
-        failed = {rank: item for rank, item in enumerate(told) if item is not None}
-        if failed:
-            kinds = {kind for kind, _ in failed.values()}
-            kind = kinds.pop() if len(kinds) == 1 else self._error
-            texts = {rank: text for rank, (_, text) in failed.items()}
-            raise kind(_joined(texts, world_size=self._comm.size)) from failure
+    The error has the class of the failures if they share a subclass of `error`.
+    """
+    failure = None
+    try:
+        yield
+    except (PeerLost, CommMismatch):
+        raise  # a single rank has nothing to compare
+    except Exception as raised:
+        failure = raised
+    own_kind = type(failure) if isinstance(failure, error) else error
+    told = comm.gather_objects(None if failure is None else (own_kind, describe(failure)))
+    failed = {rank: item for rank, item in enumerate(told) if item is not None}
+    if failed:
+        kinds = {kind for kind, _ in failed.values()}
+        kind = kinds.pop() if len(kinds) == 1 else error
+        texts = {rank: text for rank, (_, text) in failed.items()}
+        raise kind(_joined(texts, world_size=comm.size)) from failure
 
 
 def _joined(failed: dict[int, str], *, world_size: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.errors import Agreement, CheckpointError, DamagedCheckpoint
+from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, agreed
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import LATEST, checkpoints, open_manifest, resolve
 from ztk.checkpoint.groups import check_second_moments
@@ -81,14 +81,13 @@ def load(
             of another program, model or optimizer. If the error came after some state was set, load another checkpoint before training.
     """
     comm, options = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
-    agreement = Agreement(comm, error=CheckpointError)
     folder = None
-    with agreement.step():
+    with agreed(comm, error=CheckpointError):
         if comm.rank == 0:
             folder = resolve(path)
     folder = comm.gather_objects(folder)[0]
     info = ModelInfo.gather(engine)
-    with agreement.step():
+    with agreed(comm, error=CheckpointError):
         manifest = with_buffers_of(info, manifest=open_manifest(folder))
         matched = match(manifest, info=info, options=options)
         names = engine.zero.state_names
@@ -102,7 +101,7 @@ def load(
             check_ties(manifest, info=info, reader=reader)
     with reader:
         same_world = manifest.world_size == comm.size
-        with agreement.step():
+        with agreed(comm, error=CheckpointError):
             source = _state_source(reader, parts=engine.zero.parts, weights_only=weights_only)
             rounded = engine.zero.state.load(source, keep=frozenset(matched.kept))
             _load_buffers(engine, reader=reader, keep=matched.kept)

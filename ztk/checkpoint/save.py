@@ -19,7 +19,7 @@ import torch
 from ztk.checkpoint import folder as folders
 from ztk.checkpoint.architecture import describe_model
 from ztk.checkpoint.bits import BLOCK_BYTES
-from ztk.checkpoint.errors import Agreement, SaveFailed
+from ztk.checkpoint.errors import SaveFailed, agreed
 from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.groups import gather_groups
 from ztk.checkpoint.lock import WriterLock
@@ -231,7 +231,6 @@ class Saver:
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
         """Opens an empty file per rank in one temporary folder."""
         comm, rank = self._process.comm, self._process.rank
-        agreement = Agreement(comm, error=SaveFailed)
         info = ModelInfo.gather(self._engine)
         listed = [own for own in info.parameters if own.trainable or not self._trained_only]
         draft |= {
@@ -246,12 +245,12 @@ class Saver:
         }
         token, temporary, writer = secrets.token_hex(4), None, None
         try:
-            with agreement.step():
+            with agreed(comm, error=SaveFailed):
                 if rank == 0:
                     self._lock = self._lock or WriterLock(self._folder)
                     temporary = folders.prepare(self._folder, step=draft["step"], token=token)
             token, temporary = comm.gather_objects((token, temporary))[0]
-            with agreement.step():
+            with agreed(comm, error=SaveFailed):
                 source = ShardSource(self._engine, buffers=info.own_buffers, trained_only=self._trained_only)
                 writer = open_file(temporary, rank=rank, specs=source.specs)
         except SaveFailed as error:
@@ -263,9 +262,8 @@ class Saver:
     def _stage(self, job: _Job) -> None:
         """Secures the state, so that the engine may change it: copies it to main memory, or makes the engine wait for the reads."""
         source = job.source
-        agreement = Agreement(self._process.comm, error=SaveFailed)
         try:
-            with agreement.step():
+            with agreed(self._process.comm, error=SaveFailed):
                 if (
                     self._engine.zero.tiers["optimizer"] == Tier.nvme
                 ):  # a copy would defeat the purpose of this tier, which is to save main memory
@@ -314,13 +312,12 @@ class Saver:
 
     def _finish(self, job: _Job, *, stream, comm: Comm) -> SaveReport:
         """Writes the opened file and commits the checkpoint."""
-        agreement = Agreement(comm, error=SaveFailed)
         try:
-            with agreement.step():
+            with agreed(comm, error=SaveFailed):
                 stream(job.writer.append)
                 job.writer.finish()
             files = comm.gather_objects(describe_file(job.writer, slices=list(job.source.slices.values())))
-            with agreement.step():
+            with agreed(comm, error=SaveFailed):
                 if comm.rank == 0:
                     self._commit(job, files=files)
         except SaveFailed as error:
@@ -328,7 +325,7 @@ class Saver:
         finally:
             job.writer.close()
         path = job.temporary.with_name(job.temporary.name.rpartition(".tmp-")[0])
-        removed = self._prune(path, job=job, agreement=agreement, comm=comm)
+        removed = self._prune(path, job=job, comm=comm)
         seconds = time.perf_counter() - job.started
         return SaveReport(
             path=path,
@@ -345,10 +342,10 @@ class Saver:
         folders.write_file(job.temporary / MANIFEST, data=encode_manifest(manifest))
         folders.commit(job.temporary)
 
-    def _prune(self, path: Path, *, job: _Job, agreement: Agreement, comm: Comm) -> tuple[Path, ...]:
+    def _prune(self, path: Path, *, job: _Job, comm: Comm) -> tuple[Path, ...]:
         removed: list[Path] = []
         try:
-            with agreement.step():
+            with agreed(comm, error=SaveFailed):
                 if comm.rank == 0:
                     removed = folders.prune(path, retention=self._retention, token=job.token)
         except SaveFailed as error:

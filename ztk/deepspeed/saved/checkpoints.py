@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk import checkpoint
-from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
+from ztk.checkpoint.errors import CheckpointError, SaveFailed, agreed
 from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.full import is_cut
 from ztk.checkpoint.model import persistent_buffers
@@ -77,8 +77,7 @@ class Saving:
         if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
             raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
         _check_tag(tag, comm=comm, validation=self.settings.tag_validation)
-        agreement = Agreement(comm, error=SaveFailed)
-        with agreement.step():
+        with agreed(comm, error=SaveFailed):
             if comm.rank == 0:
                 claim_tag(self, folder=folder, tag=tag, is_default=is_default)
                 if self.since_step:
@@ -102,7 +101,7 @@ class Saving:
             keep=1,
             trained_only=exclude_frozen_parameters,
         )
-        with agreement.step():
+        with agreed(comm, error=SaveFailed):
             if comm.rank == 0:
                 zero_to_fp32.leave_script(folder)
                 if save_latest:
@@ -186,7 +185,7 @@ class Saving:
             )
             return False
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        with Agreement(comm, error=SaveFailed).step():
+        with agreed(comm, error=SaveFailed):
             if comm.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state, path)
