@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,10 @@ def _pair(layer: str, *, own: dict[str, Tensor], scale: Callable[[str, int], flo
     if missing := [part for part in "AB" if part not in own]:
         raise CheckpointError(f"{folder}: {layer}.lora_{missing[0]}.weight is missing; save the adapter again")
     down, up = own["A"], own["B"]
-    if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1] or not _are_finite((down, up)):
+    is_finite = bool(down.isfinite().all() and up.isfinite().all())
+    if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1] or not is_finite:
         shapes = f"{list(up.shape)} times {list(down.shape)}"
         raise CheckpointError(
             f"{folder}: {layer} is no finite product of two matrices ({shapes}); save the adapter again"
         )
     return LowRank(down=down, up=up, scale=scale(layer, down.shape[0]))
-
-
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)

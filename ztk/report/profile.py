@@ -129,14 +129,11 @@ def _exported(profiler: Any) -> dict[str, Any]:
 
 def _elsewhere(recording: Recording, *, document: dict[str, Any]) -> Iterator[Event]:
     """Yields ranges of threads that the profiler does not record. Times in a trace are microseconds since `baseTimeNanoseconds`."""
-    base, pid = document.get("baseTimeNanoseconds", 0), _pid(document["traceEvents"])
+    base = document.get("baseTimeNanoseconds", 0)
+    pid = next((event["pid"] for event in document["traceEvents"] if event.get("cat") == "cpu_op"), 0)
     for found in recording.elsewhere:
         start, stop = ((moment - base) / 1e3 for moment in (found.start, found.stop))
         yield _slice(found.name, pid=pid, tid=found.thread, start=start, stop=stop)
-
-
-def _pid(events: Iterable[Event]) -> Any:
-    return next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
 
 
 def backward_by_module(events: list[Event]) -> list[Event]:
