@@ -4,29 +4,22 @@ Other overrides take precedence. Keys of the file that run.py does not have are 
 rejects are rejected here too.
 """
 
-from dataclasses import dataclass
-
 from ztk.config.errors import ConfigError
-from ztk.config.keys import named_by
+from ztk.config.keys import Words, named_by
 from ztk.config.topology import RANKS_WITHOUT_GPU
 from ztk.core.policies.machine import Machine
 
 KEY = "ds_config"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expanded:
-    """words: the overrides without `ds_config`. notes: keys of the file without effect in such a run."""
+def expand_ds_config(overrides: list[str], *, machine: Machine) -> Words:
+    """Replaces `ds_config` by overrides. The notes are keys of the file without effect in such a run.
 
-    words: list[str]
-    notes: tuple[str, ...] = ()
-
-
-def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
-    """Replaces `ds_config` by overrides. Raises ConfigError with every rejected key, and for more than one file."""
+    Raises ConfigError with every rejected key, and for more than one file.
+    """
     given = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == KEY]
     if not given:
-        return Expanded(words=overrides)
+        return Words(words=overrides)
     if len(given) > 1 or "," in given[0]:
         raise ConfigError([f"{KEY}={','.join(given)}: one file for one run; start run.py once for every file"])
     from ztk.deepspeed.config import (
@@ -43,7 +36,7 @@ def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
     made = to_overrides(settings, keeps_global_batch=True)
     chosen = {named_by(word) for word in others}
     kept = [word for word in made.words if not _is_given(word, chosen=chosen)]
-    return Expanded(words=[*kept, *others], notes=tuple(made.notes))
+    return Words(words=[*kept, *others], notes=tuple(made.notes))
 
 
 def _is_given(word: str, *, chosen: set[str]) -> bool:

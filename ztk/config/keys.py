@@ -4,7 +4,7 @@ import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,6 +14,14 @@ from ztk.core.policies.key import Key, declared_keys
 from ztk.core.policies.sweep import SweepConfig
 
 SWEEP = "sweep"  # the section with keys of a command line instead of a run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """words: overrides of a command line after some were replaced. notes: one line for the user per replacement."""
+
+    words: list[str]
+    notes: tuple[str, ...] = ()
 
 
 @functools.cache

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ztk.config.errors import ConfigError
-from ztk.config.keys import named_by, run_keys
+from ztk.config.keys import Words, named_by, run_keys
 
 
 @functools.cache
@@ -15,15 +14,7 @@ def renamed() -> dict[str, str]:
     return {key.was: name for name, key in run_keys().items() if key.was is not None}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Renamed:
-    """words: the overrides with new names. notes: one line per old name."""
-
-    words: list[str]
-    notes: tuple[str, ...] = ()
-
-
-def rename_keys(overrides: Sequence[str]) -> Renamed:
+def rename_keys(overrides: Sequence[str]) -> Words:
     """Renames old keys. Raises ConfigError with every key that is given under both names."""
     words, notes, faults = [], [], []
     keys = {named_by(word) for word in overrides}
@@ -39,7 +30,7 @@ def rename_keys(overrides: Sequence[str]) -> Renamed:
             notes.append(f"{old} is called {new} now; the old name goes with the next release")
     if faults:
         raise ConfigError(faults)
-    return Renamed(words=words, notes=tuple(notes))
+    return Words(words=words, notes=tuple(notes))
 
 
 def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
