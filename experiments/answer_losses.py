@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.align import Packing, PolicyLoss, policy_loss
-from ztk.rl.rollout import Answers, Layout, Samples, answer_logits, hide_of, large_answers
+from ztk.rl.rollout import Layout, Samples, answer_logits, has_large_logits, hide_of, token_loss
 from ztk.rl.rollout.kept import Hide
 from ztk.train.engine import Engine
 
@@ -42,10 +42,10 @@ def losses_of(
     packing = Packing.of(mask, device=device)
     packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
     hide = hide_of(batch.kept, mask=mask, device=device)
-    large = large_answers(engine, rows=len(batch), length=length)
-    if large is not None and policy.ratio == "token":  # a sequence's ratio depends on all of its tokens
+    # A sequence's ratio depends on all of its tokens.
+    if policy.ratio == "token" and has_large_logits(engine, tokens=mask.numel()):
         options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature, "hide": hide}
-        return _in_chunks(large, layout=layout, mask=mask, **options, **packed)
+        return _in_chunks(engine, layout=layout, mask=mask, **options, **packed)
     logits = answer_logits(engine, layout=layout, mask=mask)
     chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
     seen = logits if hide is None else hide(logits, slice(0, len(logits)))
@@ -63,7 +63,7 @@ def losses_of(
 
 
 def _in_chunks(
-    large: Answers,
+    engine: Engine,
     *,
     layout: Layout,
     mask: Tensor,
@@ -90,7 +90,7 @@ def _in_chunks(
         entropy.add_(_entropies(fp32_logprobs(logits * temperature, temperature=1.0)).sum())
         return found.loss
 
-    loss = large.token_loss(layout, mask=mask, loss_of=loss_of, temperature=temperature, hide=hide)
+    loss = token_loss(engine, layout=layout, mask=mask, loss_of=loss_of, temperature=temperature, hide=hide)
     rows = packing.unpack(logprobs, length=length)
     return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
 

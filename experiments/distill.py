@@ -29,9 +29,8 @@ from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from ztk.config import Config, config_with
 from ztk.core.runtime import Process
-from ztk.kernels import logit_loss
 from ztk.rl.align import DistillPolicy, distill_losses
-from ztk.rl.rollout import Layout, answer_logits, large_answers
+from ztk.rl.rollout import Layout, answer_logit_loss, logits_by_part
 from ztk.train.engine import Engine
 
 
@@ -117,11 +116,7 @@ def forward_of(
         def loss_of(logits: Tensor, cut: slice) -> Tensor:
             return distill_losses(logits, teacher=teacher_logits(cut), policy=policy).sum()
 
-        large = large_answers(model, rows=len(mask), length=step.length)
-        if large is not None:
-            total = large.logit_loss(layout, mask=mask, loss_of=loss_of)
-        else:
-            total = logit_loss(answer_logits(model, layout=layout, mask=mask), loss_of=loss_of)
+        total = answer_logit_loss(model, layout=layout, mask=mask, loss_of=loss_of)
         return total / step.num_answer_tokens, {}
 
     return layout, losses_of
@@ -133,11 +128,7 @@ def logits_of(teacher: Engine, *, step: Step, batch: MicroBatch) -> Callable[[sl
     """
     layout, mask = step.layout(batch, module=teacher.module, device=teacher.process.device), step.mask(batch)
     with teacher.evaluating():
-        large = large_answers(teacher, rows=len(mask), length=step.length)
-        if large is not None:
-            return large.logits_by_part(layout, mask=mask)
-        logits = answer_logits(teacher, layout=layout, mask=mask)
-    return lambda cut: logits[cut]
+        return logits_by_part(teacher, layout=layout, mask=mask)
 
 
 def counts_of(step: Step, *, is_own: bool, device: torch.device) -> dict[str, Tensor]:

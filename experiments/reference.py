@@ -18,8 +18,8 @@ from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rl.align import PairLogprobs, Sequences, answer_logprobs, segment_sums
-from ztk.rl.rollout import Layout, answer_logits, large_answers
+from ztk.rl.align import PairLogprobs, Sequences, segment_sums, token_logprobs
+from ztk.rl.rollout import Layout, answer_logits, answer_logprobs, has_large_logits
 from ztk.train.engine import Engine
 
 FOLDER = "reference"  # folder of a run with the checkpoint of its frozen reference
@@ -126,11 +126,11 @@ def text_forward(
     mask = sequences.mask(length=step.length)
 
     def logprobs_of(model: Any) -> Tensor:
-        large, own = large_answers(model, rows=len(mask), length=step.length), sequences.to(device)
-        if large is not None:
-            found, places = large.logprobs(layout, mask=mask), own.answer.nonzero().squeeze(1)
-            return found.new_zeros(len(own.tokens)).index_copy(0, places, found)
-        return answer_logprobs(answer_logits(model, layout=layout, mask=mask), sequences=own)
+        own = sequences.to(device)
+        if has_large_logits(model, tokens=mask.numel()):
+            found = answer_logprobs(model, layout=layout, mask=mask)
+            return found.new_zeros(len(own.tokens)).index_copy(0, own.answer.nonzero().squeeze(1), found)
+        return token_logprobs(answer_logits(model, layout=layout, mask=mask), sequences=own)
 
     return layout, logprobs_of
 

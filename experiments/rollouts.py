@@ -13,7 +13,6 @@ from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run, cut_of
-from ztk.inference.sample import fp32_logprobs
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
@@ -24,13 +23,12 @@ from ztk.rl.rollout import (
     Routers,
     Samples,
     TrainerRollouts,
-    answer_logits,
+    answer_logprobs,
     any_rank,
     compare,
     draw_once,
     generate,
     hide_of,
-    large_answers,
     lay_out,
     share_of_rank,
     states_away,
@@ -195,12 +193,7 @@ def logprobs_of(
         def logprobs_of(model: Any) -> Tensor:
             if routers is not None:
                 routers.begin(batch, layout=layout)
-            if (large := large_answers(model, rows=len(batch), length=length)) is not None:
-                return large.logprobs(layout, mask=mask, temperature=temperature, hide=hide)
-            logits = answer_logits(model, layout=layout, mask=mask)
-            logits = logits if hide is None else hide(logits, slice(0, len(logits)))
-            chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
-            return fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
+            return answer_logprobs(model, layout=layout, mask=mask, temperature=temperature, hide=hide)
 
         return layout.micro_batch(logprobs_of)
 

@@ -81,11 +81,16 @@ def test_sequences_that_do_not_fit_are_refused(tokens, lengths, answer, says):
         packed([4]).rows(length=3, pad=0)
 
 
+def logprobs_of(logits: torch.Tensor, *, sequences: Sequences) -> torch.Tensor:
+    """From the logits of all tokens, [T, V]."""
+    return token_logprobs(logits[sequences.answer.nonzero().squeeze(1) - 1], sequences=sequences)
+
+
 def test_log_probabilities_by_hand():
     sequences = Sequences.of([(torch.tensor([0, 1, 0]), torch.tensor([False, True, True]))])
     logits = torch.tensor([[0.0, math.log(3)], [math.log(9), 0.0], [5.0, 5.0]], dtype=torch.float64)
     expected = [0.0, math.log(3 / 4), math.log(9 / 10)]
-    assert token_logprobs(logits, sequences=sequences).tolist() == pytest.approx(expected, abs=1e-15)
+    assert logprobs_of(logits, sequences=sequences).tolist() == pytest.approx(expected, abs=1e-15)
 
 
 # DPO
@@ -209,8 +214,8 @@ def loss_of(values: torch.Tensor, *, sequences: Sequences, policy, pairs: int, t
     """The part of a step's loss; values: logits [T, V] for DPO, else rewards [T]."""
     if isinstance(policy, PairwisePolicy):
         return pairwise_losses(values, sequences=sequences, policy=policy).losses.sum() / pairs
-    logprobs = PairLogprobs.of(token_logprobs(values, sequences=sequences), sequences=sequences)
-    reference = PairLogprobs.of(token_logprobs(values.detach().sin(), sequences=sequences), sequences=sequences)
+    logprobs = PairLogprobs.of(logprobs_of(values, sequences=sequences), sequences=sequences)
+    reference = PairLogprobs.of(logprobs_of(values.detach().sin(), sequences=sequences), sequences=sequences)
     found = dpo_losses(logprobs, policy=policy, reference=reference)
     return dpo_loss(found, pairs=logprobs, policy=policy, num_pairs=pairs, num_tokens=tokens)
 
@@ -229,8 +234,8 @@ def test_gradients_equal_finite_differences(policy):
     def loss(values):
         if isinstance(policy, PairwisePolicy):
             return pairwise_losses(values, sequences=sequences, policy=policy).losses.sum() / 2
-        pairs = PairLogprobs.of(token_logprobs(values, sequences=sequences), sequences=sequences)
-        frozen = PairLogprobs.of(token_logprobs(reference, sequences=sequences), sequences=sequences)
+        pairs = PairLogprobs.of(logprobs_of(values, sequences=sequences), sequences=sequences)
+        frozen = PairLogprobs.of(logprobs_of(reference, sequences=sequences), sequences=sequences)
         found = dpo_losses(pairs, policy=policy, reference=frozen)
         return dpo_loss(found, pairs=pairs, policy=policy, num_pairs=2, num_tokens=5)
 

@@ -1,7 +1,6 @@
 """Losses of answers from the output layer's weight, in chunks: the numbers of the way over all logits, with the trainer's bits."""
 
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,20 @@ from ztk.core.runtime import Process
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
-from ztk.rl.rollout import large_answers
+from ztk.rl.rollout import answer_logits, has_large_logits, lay_out
+from ztk.rl.rollout.head import AnswerHead
 
 CHUNK = 256 * 4 * 8  # bytes: eight rows of a vocabulary of bytes
+
+
+class Called:
+    """An engine's module and its call."""
+
+    def __init__(self, module: Decoder) -> None:
+        self.module = module
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.module(tokens)
 
 
 def chunked(process: Process, *, config, task: str = "rollout") -> object:
@@ -89,9 +99,14 @@ def test_the_loss_of_a_decoder_does_not_change(monkeypatch):
     module = Decoder(
         DecoderConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, hidden_dim=8, max_seq_len=8)
     ).eval()
-    engine = SimpleNamespace(module=module)
+    engine = Called(module)
     module.loss = losses.LanguageLoss(z_loss=0.5).eval()
-    assert large_answers(engine, rows=1, length=8) is not None
+    assert has_large_logits(engine, tokens=8)
+    tokens, mask = torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(0) > 5
+    layout = lay_out(tokens, lengths=torch.tensor([8]), packs=False, device=tokens.device)
+    expected = module(tokens)[:, 5:7].flatten(0, 1)
+    assert torch.allclose(answer_logits(engine, layout=layout, mask=mask, are_large=True), expected, atol=1e-6)
+    assert type(module.loss) is AnswerHead
     assert module.loss.z_loss == 0.5 and not module.loss.training
     module.loss = type("Own", (losses.LanguageLoss,), {})()
-    assert large_answers(engine, rows=1, length=8) is None
+    assert not has_large_logits(engine, tokens=8)

@@ -20,7 +20,7 @@ from ztk.rl.align.records import (
     text_prompt,
     without_rejected,
 )
-from ztk.rl.align.sequences import Packing, Sequences, answer_logprobs, segment_sums, token_logprobs
+from ztk.rl.align.sequences import Packing, Sequences, segment_sums, token_logprobs
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 from ztk.rl.align.tilt import Frontier
 from ztk.rl.align.token_losses import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
@@ -48,7 +48,6 @@ __all__ = [
     "TokenLoss",
     "Truncation",
     "answer_end",
-    "answer_logprobs",
     "chat_prompt",
     "distill_losses",
     "divergence",

@@ -131,17 +131,11 @@ class Packing:
         return rows.index_copy(0, self.places, packed).view(-1, length)
 
 
-def token_logprobs(logits: Tensor, *, sequences: Sequences) -> Tensor:
-    """Returns log p(token | previous tokens of its sequence) from packed logits [T, V] -> [T]; 0 for tokens that do not count.
+def token_logprobs(rows: Tensor, *, sequences: Sequences) -> Tensor:
+    """Returns log p(token | previous tokens of its sequence), from the logits that predict the N counted tokens: [N, V] -> [T].
 
-    Logits at a token predict the next one. The result is float64 for float64 logits, else float32. Only counted rows are read, and the
-    backward keeps one copy of them.
+    0 for tokens that do not count. The result is float64 for float64 logits, else float32.
     """
-    return answer_logprobs(logits.index_select(0, sequences.answer.nonzero().squeeze(1) - 1), sequences=sequences)
-
-
-def answer_logprobs(rows: Tensor, *, sequences: Sequences) -> Tensor:
-    """Same as `token_logprobs`, from only the rows of logits that predict the N counted tokens: [N, V] -> [T]."""
     index = sequences.answer.nonzero().squeeze(1)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     chosen = rows.gather(1, sequences.tokens[index].unsqueeze(1)).squeeze(1)

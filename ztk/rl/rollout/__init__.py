@@ -9,7 +9,14 @@ from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
 from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
-from ztk.rl.rollout.head import Answers, answer_logits, large_answers
+from ztk.rl.rollout.head import (
+    answer_logit_loss,
+    answer_logits,
+    answer_logprobs,
+    has_large_logits,
+    logits_by_part,
+    token_loss,
+)
 from ztk.rl.rollout.hybrid import Requests, Rollouts, TrainerRollouts, TurnDraws, any_rank, draw_once, generate
 from ztk.rl.rollout.kept import Kept, hide_of
 from ztk.rl.rollout.layout import Layout, can_pack, lay_out, pack_exactly
@@ -28,7 +35,6 @@ from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weigh
 __all__ = [
     "Ahead",
     "Answered",
-    "Answers",
     "Buffer",
     "CachedRollouts",
     "Difference",
@@ -58,7 +64,9 @@ __all__ = [
     "TrainerRollouts",
     "TrainingState",
     "TurnDraws",
+    "answer_logit_loss",
     "answer_logits",
+    "answer_logprobs",
     "any_rank",
     "can_pack",
     "compare",
@@ -66,10 +74,11 @@ __all__ = [
     "first_layer",
     "generate",
     "has_engine_attention",
+    "has_large_logits",
     "hide_of",
-    "large_answers",
     "lay_out",
     "load_function",
+    "logits_by_part",
     "pack_exactly",
     "play",
     "rollout_weights",
@@ -78,5 +87,6 @@ __all__ = [
     "share_of_rank",
     "states_away",
     "token_logprobs",
+    "token_loss",
     "use_engine_attention",
 ]

@@ -3,18 +3,19 @@ large.
 
 See `ztk.kernels.linear_logprob`. On a CPU the results are bitwise equal to the computation over all logits. On a GPU a product's rows
 depend on their number, which `rollout.identity` detects.
+
+`layout` has the texts of a forward. `mask` is bool [S, length] on the CPU: N tokens of these texts, never a text's first. `model` is an
+engine, or what takes its place in a micro-batch's `loss_of`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.own_forward import has_own_forward
-from ztk.kernels import chosen_logprobs, linear_logit_loss, linear_logprob, linear_token_loss
+from ztk.inference.sample import fp32_logprobs
+from ztk.kernels import chosen_logprobs, linear_logit_loss, linear_logprob, linear_token_loss, logit_loss
 from ztk.kernels.ops.linear_logits import LogitLoss
 from ztk.kernels.ops.linear_logprob import TokenLoss
 from ztk.nn import Decoder
@@ -24,148 +25,134 @@ from ztk.parallel.sequence import divides_sequences
 from ztk.rl.rollout.engine_attention import has_engine_attention
 from ztk.rl.rollout.kept import Hide
 from ztk.rl.rollout.layout import Layout
+from ztk.train.engine import Engine
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
-    """The requested result of a forward.
-
-    index: positions in the flattened rows, int64 [N]. tokens: the next tokens, int64 [N]; without them, logits are returned. loss_of:
-    with it, the sum of losses is returned, else log-probabilities. hide: masks tokens in the log-probabilities. logit_loss: the sum of
-    losses of the logits is returned.
-    states: the hidden states are returned, and the output layer's weight, as a copy if `copies`.
-    """
-
-    index: Tensor
-    tokens: Tensor | None = None
-    temperature: float = 1.0
-    loss_of: TokenLoss | None = None
-    hide: Hide | None = None
-    logit_loss: LogitLoss | None = None
-    states: bool = False
-    copies: bool = False
+# (hidden states [N, C], output layer) -> a forward's result
+OfStates = Callable[[Tensor, nn.Module], Tensor]
 
 
 class AnswerHead(losses.LanguageLoss):
-    """Replaces a decoder's `loss`: a forward without targets returns the requested result for some positions, else logits [B, T, V]."""
+    """Replaces a decoder's `loss`: inside `forward_of` a forward returns a result for some positions, otherwise as `LanguageLoss`."""
 
     def __init__(self, *, z_loss: float = 0.0) -> None:
         super().__init__(z_loss=z_loss)
-        self._wanted: _Wanted | None = None
-        self.kept_weight: Tensor | None = None  # of the output layer, from a forward that returns states
+        self._wanted: tuple[Tensor, OfStates] | None = None
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        wanted = self._wanted
-        if wanted is None:
+        if self._wanted is None:
             return super().of_head(head, x=x, targets=targets)
-        rows = x.flatten(0, 1).index_select(0, wanted.index)
-        if wanted.states:
-            weight: Any = head.weight
-            self.kept_weight = weight.detach().clone() if wanted.copies else weight.detach()
-            return rows
-        if wanted.logit_loss is not None:
-            return linear_logit_loss(rows, head.weight, loss_of=wanted.logit_loss, product=_product)
-        if wanted.tokens is None:
-            return head(rows)
-        options: dict[str, Any] = {"temperature": wanted.temperature, "product": _product, "hide": wanted.hide}
-        if wanted.loss_of is None:
-            return linear_logprob(rows, head.weight, wanted.tokens, **options)
-        return linear_token_loss(rows, head.weight, wanted.tokens, loss_of=wanted.loss_of, **options)
+        index, of_states = self._wanted
+        return of_states(x.flatten(0, 1).index_select(0, index), head)
 
-    @contextmanager
-    def wanting(self, wanted: _Wanted) -> Iterator[None]:
-        """Sets the request for the forwards inside."""
-        self._wanted = wanted
+    def forward_of(self, model: Any, *, layout: Layout, index: Tensor, of_states: OfStates) -> Tensor:
+        """Runs a forward over `layout` and returns the result of `of_states` for the tokens at `index`, int64 [N], of the flattened ones."""
+        self._wanted = index, of_states
         try:
-            yield
+            return layout.forward(model)
         finally:
             self._wanted = None
 
 
-class Answers:
-    """The answers in a layout, for an engine whose logits would be large. See `large_answers`.
-
-    engine: called as a forward. mask: bool [S, length] on the CPU, N tokens of the layout's texts, never a text's first.
-    """
-
-    def __init__(self, engine: Any, *, head: AnswerHead) -> None:
-        self._engine, self._head = engine, head
-
-    def logits(self, layout: Layout, *, index: Tensor, model: Any = None) -> Tensor:
-        """Returns logits at some of the flattened tokens, int64 [S] on the device: [S, V]. model: called in the place of the engine."""
-        pair = index.repeat(2) if len(index) == 1 else index  # the product of a single row may have other bits
-        with self._head.wanting(_Wanted(index=pair)):
-            return layout.forward(model or self._engine)[: len(index)]
-
-    def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
-        """Returns the log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as returned by
-        `logprobs`.
-        """
-        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
-        return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
-
-    def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0, hide: Hide | None = None) -> Tensor:
-        """Returns the log-probabilities of the tokens of `mask`: float32 [N]."""
-        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, hide=hide)):
-            return layout.forward(self._engine)
-
-    def token_loss(
-        self,
-        layout: Layout,
-        *,
-        mask: Tensor,
-        loss_of: TokenLoss,
-        temperature: float = 1.0,
-        hide: Hide | None = None,
-    ) -> Tensor:
-        """Returns the sum of losses of the tokens of `mask` in order, a scalar. `loss_of` is called once per chunk."""
-        wanted = _tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of, hide=hide)
-        with self._head.wanting(wanted):
-            return layout.forward(self._engine)
-
-    def logit_loss(self, layout: Layout, *, mask: Tensor, loss_of: LogitLoss) -> Tensor:
-        """Returns the sum of losses of the logits that predict the tokens of `mask` in order, a scalar.
-
-        `loss_of` is called once per chunk.
-        """
-        with self._head.wanting(_Wanted(index=layout.before(mask), logit_loss=loss_of)):
-            return layout.forward(self._engine)
-
-    def logits_by_part(self, layout: Layout, *, mask: Tensor) -> Callable[[slice], Tensor]:
-        """Returns a function that computes the logits [n, V] that predict a slice of the tokens of `mask`, without a gradient, until the
-        next optimizer step.
-
-        It keeps their hidden states, and at stage 3 a copy of the output layer, which is released after the forward.
-        """
-        is_sharded = self._engine.zero.policy.stage == 3
-        with self._head.wanting(_Wanted(index=layout.before(mask), states=True, copies=is_sharded)), torch.no_grad():
-            states = layout.forward(self._engine)
-        weight, self._head.kept_weight = self._head.kept_weight, None
-        assert weight is not None, "set by the forward"
-        return lambda cut: _product(states[cut], weight)
-
-
-def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
-    """Returns None if the logits of `rows` x `length` tokens are small, or the engine's module is not a native decoder with a plain
-    output layer.
-    """
-    module = getattr(engine, "module", None)
+def has_large_logits(model: Any, *, tokens: int) -> bool:
+    """Returns whether the logits of so many tokens are large, and the module is a native decoder with a plain output layer."""
+    module = getattr(model, "module", None)
     if not _has_plain_head(module):
-        return None
-    weight = module.head.weight
-    is_large = rows * length * len(weight) * weight.dtype.itemsize > losses.LARGE_LOGITS
-    return _answers(engine) if is_large else None
+        return False
+    weight: Any = module.head.weight
+    return tokens * len(weight) * weight.dtype.itemsize > losses.LARGE_LOGITS
 
 
-def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
-    """Returns the logits that predict the tokens of `mask`, bool [S, length] on the CPU, never a text's first: [N, V].
+def answer_logits(model: Any, *, layout: Layout, mask: Tensor, are_large: bool = False) -> Tensor:
+    """Returns the logits that predict the tokens of `mask`: [N, V].
 
-    The output layer multiplies only these rows if the decoder's rows are bitwise independent of their pack, else all tokens.
+    The output layer multiplies only these rows if the logits of the forward `are_large`, or if the decoder's rows are bitwise independent
+    of their pack, else all tokens.
     """
-    index, module = layout.before(mask), getattr(engine, "module", None)
-    if layout.documents is not None and _has_plain_head(module) and has_engine_attention(module):
-        return _answers(engine).logits(layout, index=index)
-    return layout.forward(engine).flatten(0, 1).index_select(0, index)
+    index, module = layout.before(mask), getattr(model, "module", None)
+    is_exact = layout.documents is not None and _has_plain_head(module) and has_engine_attention(module)
+    if not (are_large or is_exact):
+        return layout.forward(model).flatten(0, 1).index_select(0, index)
+    pair = index.repeat(2) if len(index) == 1 else index  # the product of a single row may have other bits
+    return _forward(model, layout=layout, index=pair, of_states=lambda rows, head: head(rows))[: len(index)]
+
+
+def answer_logprobs(
+    model: Any, *, layout: Layout, mask: Tensor, temperature: float = 1.0, hide: Hide | None = None
+) -> Tensor:
+    """Returns the log-probabilities of the tokens of `mask`, float32 [N], in chunks if all logits would be large. hide: masks tokens."""
+    tokens = _tokens_of(layout, mask=mask)
+    if not has_large_logits(model, tokens=mask.numel()):
+        logits = answer_logits(model, layout=layout, mask=mask)
+        logits = logits if hide is None else hide(logits, slice(0, len(logits)))
+        return fp32_logprobs(logits, temperature=temperature).gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    def of_states(rows: Tensor, head: Any) -> Tensor:
+        return linear_logprob(rows, head.weight, tokens, temperature=temperature, product=_product, hide=hide)
+
+    return _forward(model, layout=layout, index=layout.before(mask), of_states=of_states)
+
+
+def token_loss(
+    model: Any,
+    *,
+    layout: Layout,
+    mask: Tensor,
+    loss_of: TokenLoss,
+    temperature: float = 1.0,
+    hide: Hide | None = None,
+) -> Tensor:
+    """Returns the sum of losses of the tokens of `mask` in order, a scalar, for large logits. `loss_of` is called once per chunk."""
+    tokens = _tokens_of(layout, mask=mask)
+    options: Any = {"loss_of": loss_of, "temperature": temperature, "product": _product, "hide": hide}
+
+    def of_states(rows: Tensor, head: Any) -> Tensor:
+        return linear_token_loss(rows, head.weight, tokens, **options)
+
+    return _forward(model, layout=layout, index=layout.before(mask), of_states=of_states)
+
+
+def answer_logit_loss(model: Any, *, layout: Layout, mask: Tensor, loss_of: LogitLoss) -> Tensor:
+    """Returns the sum of losses of the logits that predict the tokens of `mask` in order, a scalar.
+
+    `loss_of` is called once per chunk.
+    """
+    if not has_large_logits(model, tokens=mask.numel()):
+        return logit_loss(answer_logits(model, layout=layout, mask=mask), loss_of=loss_of)
+
+    def of_states(rows: Tensor, head: Any) -> Tensor:
+        return linear_logit_loss(rows, head.weight, loss_of=loss_of, product=_product)
+
+    return _forward(model, layout=layout, index=layout.before(mask), of_states=of_states)
+
+
+def logits_by_part(engine: Engine, *, layout: Layout, mask: Tensor) -> Callable[[slice], Tensor]:
+    """Runs a forward inside `engine.evaluating`. Returns a function that computes the logits [n, V] that predict a slice of the tokens of
+    `mask`, until the next optimizer step.
+
+    If all logits would be large it keeps their hidden states, and at stage 3 a copy of the output layer, which is released after the
+    forward.
+    """
+    if not has_large_logits(engine, tokens=mask.numel()):
+        logits = answer_logits(engine, layout=layout, mask=mask)
+        return lambda cut: logits[cut]
+    weights: list[Tensor] = []
+
+    def of_states(rows: Tensor, head: Any) -> Tensor:
+        weight = head.weight.detach()
+        weights.append(weight.clone() if engine.zero.policy.stage == 3 else weight)
+        return rows
+
+    states = _forward(engine, layout=layout, index=layout.before(mask), of_states=of_states)
+    [weight] = weights
+    return lambda cut: _product(states[cut], weight)
+
+
+def sampled_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
+    """Returns the log-probabilities of `tokens`, int64 [S], under large logits [S, V], with the bits of `answer_logprobs`: float32 [S] on
+    the CPU.
+    """
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
 
 def _has_plain_head(module: Any) -> TypeGuard[Decoder]:
@@ -177,24 +164,17 @@ def _has_plain_head(module: Any) -> TypeGuard[Decoder]:
     return type(head) is Linear and head.bias is None and not has_own_forward(head)
 
 
-def _answers(engine: Any) -> Answers:
-    module = engine.module
+def _forward(model: Any, *, layout: Layout, index: Tensor, of_states: OfStates) -> Tensor:
+    module = model.module
     if not isinstance(module.loss, AnswerHead):
         module.loss = AnswerHead(z_loss=module.loss.z_loss).train(module.loss.training)
-    return Answers(engine, head=module.loss)
+    return module.loss.forward_of(model, layout=layout, index=index, of_states=of_states)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight=weight)
 
 
-def _tokens_of(
-    layout: Layout,
-    *,
-    mask: Tensor,
-    temperature: float,
-    loss_of: TokenLoss | None = None,
-    hide: Hide | None = None,
-) -> _Wanted:
-    chosen = layout.tokens.flatten().index_select(0, layout.places(mask))
-    return _Wanted(index=layout.before(mask), tokens=chosen, temperature=temperature, loss_of=loss_of, hide=hide)
+def _tokens_of(layout: Layout, *, mask: Tensor) -> Tensor:
+    """Returns the tokens of `mask`, int64 [N]."""
+    return layout.tokens.flatten().index_select(0, layout.places(mask))

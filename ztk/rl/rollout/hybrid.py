@@ -6,7 +6,6 @@ Both draw with the same random numbers, so that they draw the same tokens where 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from ztk.inference.sample import choose, fp32_logprobs
 from ztk.inference.uniforms import sample_keys, uniforms
 from ztk.rl.rollout.answering import Part, RolloutPolicy, joined
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.head import Answers, answer_logits, large_answers
+from ztk.rl.rollout.head import answer_logits, has_large_logits, sampled_logprobs
 from ztk.rl.rollout.kept import Kept, entries_of
 from ztk.rl.rollout.layout import Layout, lay_out
 from ztk.rl.rollout.weights import rollout_weights
@@ -178,7 +177,7 @@ def _answer(
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), limits > 0
     finished = torch.zeros_like(active)
-    large = large_answers(engine, rows=len(tokens), length=T)
+    are_large = has_large_logits(engine, tokens=tokens.numel())
     options = {"packs": policy.packs, "device": device, "module": engine.module if policy.packs else None}
     stops, entries = torch.tensor(policy.stops), []
     for index in range(policy.max_tokens):
@@ -188,7 +187,10 @@ def _answer(
         positions, goes_on = (lengths + counts)[rows], active[rows]  # positions: of the tokens sampled now
         layout = lay_out(tokens[rows], lengths=positions, **options)
         last = torch.arange(T) == positions.clamp(max=T - 1).unsqueeze(1)  # of a full text, whose logits are not read
-        next_logits = partial(_next_logits, layout=layout, last=last, large=large)
+
+        def next_logits(model: Any, layout: Layout = layout, last: Tensor = last) -> Tensor:
+            return answer_logits(model, layout=layout, mask=last, are_large=are_large)
+
         [logits] = engine.compute([layout.micro_batch(next_logits)])
         if not policy.cut.keeps_all:
             logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
@@ -196,10 +198,10 @@ def _answer(
             entries.append(entries_of(own, rows=rows[goes_on], positions=positions[goes_on]))
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=draws[rows, index])
-        if large is None:
+        if are_large:  # with the function that the update uses for chunks
+            chosen = sampled_logprobs(logits, tokens=drawn, temperature=policy.temperature)
+        else:
             chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
-        else:  # with the function that the update uses for chunks
-            chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
         where = rows[goes_on], positions[goes_on]
         tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
@@ -207,13 +209,6 @@ def _answer(
         active &= ~finished & (counts < limits)
     kept = Kept.of(entries, shape=(len(tokens), T)) if entries else None
     return Part(counts, logprobs, finished, kept)
-
-
-def _next_logits(model: Any, *, layout: Layout, last: Tensor, large: Answers | None) -> Tensor:
-    """Returns the logits of the tokens at `last`, bool [R, T], one of each text: [R, V]."""
-    if large is not None:
-        return large.logits(layout, index=layout.before(last), model=model)
-    return answer_logits(model, layout=layout, mask=last)
 
 
 def _computed(active: Tensor) -> Tensor:
