@@ -9,8 +9,8 @@ from ztk.inference import answer_step as shapes
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
 from ztk.inference.steps import Span
-from ztk.rl.rollout import answering
-from ztk.rl.rollout.answering import Part, RolloutPolicy, answer, can_answer
+from ztk.rl.rollout import Requests, Samples, answering
+from ztk.rl.rollout.answering import RolloutPolicy, answer, can_answer
 
 # Prompts without a full block, with one, and with two; 70 tokens of an answer pass the end of a block in each.
 LENGTHS, MAX_TOKENS = (3, 70, 3, 130, 64, 1, 130), 70
@@ -29,21 +29,16 @@ def model_of(name: str) -> InferenceModel:
     return model
 
 
-def answered(
-    model: InferenceModel, *, prompts: list[tuple[int, ...]], rows: list[int] | None = None
-) -> tuple[torch.Tensor, Part]:
-    """Tokens of the rows, int64 [S, T], and the answers. rows: the numbers of the prompts' draws."""
+def answered(model: InferenceModel, *, prompts: list[tuple[int, ...]], rows: list[int] | None = None) -> Samples:
+    """The answers. rows: the numbers of the prompts' draws."""
     draws = torch.rand(
         max(len(prompts), 32), MAX_TOKENS, generator=torch.Generator().manual_seed(4), dtype=torch.float64
     )
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    tokens = torch.zeros(len(prompts), int(lengths.max()) + MAX_TOKENS, dtype=torch.int64)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    options = {"length": tokens.shape[1], "micro_batch": 1, "max_tokens": MAX_TOKENS, "stops": (STOP,), "pad": 0}
-    policy = RolloutPolicy(**options, temperature=1.5)
-    chosen = draws[: len(prompts)] if rows is None else draws[rows]
-    return tokens, answer(model, policy=policy, tokens=tokens, lengths=lengths, draws=chosen)
+    options = {"length": max(map(len, prompts)) + MAX_TOKENS, "micro_batch": 1, "max_tokens": MAX_TOKENS}
+    policy, numbers = RolloutPolicy(**options, stops=(STOP,), pad=0, temperature=1.5), torch.arange(len(prompts))
+    samples = Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=numbers * 0).begin(policy)
+    answer(model, policy=policy, samples=samples, draws=draws[: len(prompts)] if rows is None else draws[rows])
+    return samples
 
 
 def alone(model: InferenceModel, *, text: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -54,11 +49,12 @@ def alone(model: InferenceModel, *, text: torch.Tensor, prompt: int) -> torch.Te
     return fp32_logprobs(logits, temperature=1.5).gather(1, text[prompt:].unsqueeze(1)).squeeze(1)
 
 
-def check(model: InferenceModel, *, prompts: list[tuple[int, ...]]) -> Part:
+def check(model: InferenceModel, *, prompts: list[tuple[int, ...]]) -> Samples:
     """Every answer has the bits of its text alone."""
-    tokens, found = answered(model, prompts=prompts)
+    found = answered(model, prompts=prompts)
+    tokens = found.tokens
     for row, prompt in enumerate(prompts):
-        first, last = len(prompt), len(prompt) + int(found.counts[row])
+        first, last = len(prompt), int(found.lengths[row])
         assert bool(found.finished[row]) == (STOP in tokens[row, first:last].tolist())
         assert torch.equal(found.logprobs[row, first:last], alone(model, text=tokens[row, :last], prompt=first)), row
         assert not found.logprobs[row, last:].any() and not tokens[row, last:].any()
@@ -87,27 +83,29 @@ def test_answers_that_write_at_one_place_have_the_same_bits(lengths):
     draw = torch.Generator().manual_seed(5)
     texts = [tuple(torch.randint(model.description.vocab_size, (n,), generator=draw).tolist()) for n in lengths]
     prompts = [text for text in texts for _ in range(3)]
-    assert len(set(check(model, prompts=prompts).counts.tolist())) > 1
+    assert len(set(check(model, prompts=prompts).answer_lengths.tolist())) > 1
 
 
 def test_an_answer_does_not_depend_on_the_batch():
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)
-    tokens, every = answered(model, prompts=prompts)
+    every = answered(model, prompts=prompts)
     for rows in ([0], [4, 2], [9, 1, 8, 3]):
-        own, found = answered(model, prompts=[prompts[row] for row in rows], rows=rows)
-        assert torch.equal(own, tokens[rows, : own.shape[1]]) and torch.equal(found.counts, every.counts[rows])
-        assert torch.equal(found.logprobs, every.logprobs[rows, : own.shape[1]])
+        found = answered(model, prompts=[prompts[row] for row in rows], rows=rows)
+        width = found.tokens.shape[1]
+        assert torch.equal(found.answer_lengths, every.answer_lengths[rows])
+        assert torch.equal(found.tokens, every.tokens[rows, :width])
+        assert torch.equal(found.logprobs, every.logprobs[rows, :width])
 
 
 def test_prompts_are_copied_where_no_product_has_room_for_their_answers(monkeypatch):
     """Planted: a processor whose products of more than 4 rows have other bits, and which needs all 64 keys."""
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)
-    _, expected = answered(model, prompts=prompts)
+    expected = answered(model, prompts=prompts)
     few = shapes.EqualShapes(rows=(4,), keys=(64,))
     monkeypatch.setattr("ztk.rl.rollout.answering.equal_shapes", lambda group, *, head_dim: few)
-    _, found = answered(model, prompts=prompts)
+    found = answered(model, prompts=prompts)
     assert torch.equal(found.logprobs, expected.logprobs)
 
 
@@ -118,8 +116,8 @@ def test_only_answers_that_go_on_are_computed(monkeypatch):
         model, "next_logits", lambda tokens, **options: computed.append(len(tokens)) or forward(tokens, **options)
     )
     prompts = prompts_of(model.description.vocab_size)
-    _, found = answered(model, prompts=prompts)
-    assert computed == [int((found.counts > index).sum()) for index in range(1, MAX_TOKENS)]
+    found = answered(model, prompts=prompts)
+    assert computed == [int((found.answer_lengths > index).sum()) for index in range(1, MAX_TOKENS)]
 
 
 @pytest.mark.parametrize(("free", "count"), [(1 << 40, 64), (2 * 3 * 10 * (8 * 2 * 2 * 8 * 192), 10), (1, 1)])

@@ -10,7 +10,7 @@ from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.lora import LoraPolicy, add_adapters
 from ztk.nn.self_attention import CausalAttention
-from ztk.rl.rollout import EngineAttention, RolloutPolicy, answer_logits, lay_out, pack_exactly
+from ztk.rl.rollout import EngineAttention, Requests, RolloutPolicy, answer_logits, lay_out, pack_exactly
 from ztk.rl.rollout.answering import answer
 
 CPU = torch.device("cpu")
@@ -177,14 +177,13 @@ def test_answers_over_packed_weights_have_the_modules_bits():
     tokens[7, :70] = tokens[6, :70]
     packed = Generator(model).own_model
     draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    given = {"tokens": tokens, "lengths": lengths, "draws": draws}
-    counts, logprobs, finished, kept = answer(packed, policy=policy, **given)
-    assert kept is None
-    assert 0 < int(finished.sum()) < 8
-    layout = lay_out(tokens, lengths=lengths + counts, packs=True, device=CPU, module=model)
-    at = torch.arange(160)
-    mask = (at >= lengths.unsqueeze(1)) & (at < (lengths + counts).unsqueeze(1))
+    prompts, numbers = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], torch.arange(8)
+    samples = Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=numbers * 0).begin(policy)
+    assert not answer(packed, policy=policy, samples=samples, draws=draws)  # keeps all tokens
+    assert 0 < int(samples.finished.sum()) < 8
+    layout = lay_out(samples.tokens, lengths=samples.lengths, packs=True, device=CPU, module=model)
+    mask = samples.answer_mask
     places = layout.places(mask)
     logits = layout.forward(model).flatten(0, 1).index_select(0, places - 1)
     chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
-    assert torch.equal(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1), logprobs[mask])
+    assert torch.equal(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1), samples.logprobs[mask])

@@ -1,8 +1,6 @@
 """Generates answers with a model in memory, in step: each forward computes one token of every unfinished answer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +13,8 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.sample import KEEPS_ALL, Cut, choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
-from ztk.rl.rollout.kept import Kept, entries_of
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.kept import Entries, entries_of
 from ztk.rl.rollout.weights import RolloutWeights
 
 MOST = 64  # answers at a time
@@ -55,26 +54,6 @@ class RolloutPolicy:
             raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
 
 
-class Part(NamedTuple):
-    """Answers of some rows: numbers of tokens, int64 [S]; log-probabilities, float32 [S, T]; whether they ended by themselves, bool [S];
-    and the kept tokens, or None if nothing was cut.
-    """
-
-    counts: Tensor
-    logprobs: Tensor
-    finished: Tensor
-    kept: Kept | None
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """Concatenates the rows of all parts."""
-    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
-    if all(part.kept is None for part in parts):
-        return Part(counts, logprobs, finished, None)
-    kept = [Kept.nothing(part.logprobs.shape) if part.kept is None else part.kept for part in parts]
-    return Part(counts, logprobs, finished, Kept.joined(kept))
-
-
 def can_answer(model: InferenceModel) -> bool:
     """Returns whether `answer` is bitwise equal to the model's other forwards on this processor, if one process has the model."""
     of = model.description
@@ -91,21 +70,15 @@ def answers_at_once(model: InferenceModel, *, tokens: int, ranks: int) -> int:
     return max(1, min(MOST, free_memory() // (2 * ranks * each)))
 
 
-def answer(
-    model: InferenceModel,
-    *,
-    policy: RolloutPolicy,
-    tokens: Tensor,
-    lengths: Tensor,
-    draws: Tensor,
-) -> Part:
-    """Writes an answer into each row of tokens, int64 [S, T], after a prompt of `lengths`, int64 [S], with a model for which `can_answer` is
-    true.
+def answer(model: InferenceModel, *, policy: RolloutPolicy, samples: Samples, draws: Tensor) -> list[Entries]:
+    """Appends an answer to each of the samples, which have only their prompts, in place, with a model for which `can_answer` is true.
 
-    Equal prompts are computed once. Answers do not depend on each other.
+    Equal prompts are computed once. Answers do not depend on each other. Returns the tokens that the cut kept.
 
     draws: a number in [0, 1) for each answer and token, float64 [S, max_tokens].
     """
+    tokens, lengths, counts, finished = samples.tokens, samples.prompt_lengths, samples.answer_lengths, samples.finished
+    counts[:] = policy.max_tokens
     prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     prompt_of = [numbers[prompt] for prompt in prompts]
@@ -117,9 +90,8 @@ def answer(
         count = len(prompts)
         answers = torch.zeros(policy.max_tokens, count, dtype=torch.int64)
         values = torch.zeros(policy.max_tokens, count)
-        counts, finished = torch.full((count,), policy.max_tokens), torch.zeros(count, dtype=torch.bool)
         live, places = torch.arange(count), draws.t().contiguous()
-        stops, entries = torch.tensor(policy.stops), []
+        stops, entries = torch.tensor(policy.stops), list[Entries]()
         for index in range(policy.max_tokens):
             if not policy.cut.keeps_all:
                 logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
@@ -142,11 +114,10 @@ def answer(
             if index + 1 < policy.max_tokens:
                 logits = model.next_logits(drawn, step=step)
                 step.next()
-    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     row, index = (torch.arange(policy.max_tokens) < counts.unsqueeze(1)).nonzero().unbind(1)
     at = lengths[row] + index
-    tokens[row, at], logprobs[row, at] = answers[index, row], values[index, row]
-    return Part(counts, logprobs, finished, Kept.of(entries, shape=(count, tokens.shape[1])) if entries else None)
+    tokens[row, at], samples.logprobs[row, at] = answers[index, row], values[index, row]
+    return entries
 
 
 def _shapes(of: Description) -> EqualShapes:

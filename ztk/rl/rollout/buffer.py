@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ztk.rl.rollout.kept import Kept
+from ztk.rl.rollout.kept import Entries, Kept
 
 # gathers a JSON value of every rank, in rank order
 GatherObjects = Callable[[Any], list[Any]]
@@ -60,6 +60,12 @@ class Samples:
         first = self.prompt_lengths.unsqueeze(1)
         answers = (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
         return answers if self.observed is None else answers & ~self.observed
+
+    def keep(self, entries: Sequence[Entries]) -> None:
+        """Adds the tokens that a cut kept at further places, if there are any."""
+        if entries:
+            before = [] if self.kept is None else [self.kept.entries()]
+            self.kept = Kept.of([*before, *entries], shape=self.tokens.shape)
 
     @classmethod
     def joined(cls, parts: Sequence["Samples"]) -> Self:

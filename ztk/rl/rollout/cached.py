@@ -25,10 +25,11 @@ from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import UnreadModel
 from ztk.nn.lora import merged_parameters
-from ztk.rl.rollout.answering import MOST, Part, RolloutPolicy, answer, answers_at_once, can_answer, joined
-from ztk.rl.rollout.hybrid import Requests, TurnDraws, draws_after
-from ztk.rl.rollout.kept import Kept
-from ztk.rl.rollout.routing import with_experts
+from ztk.rl.rollout.answering import MOST, RolloutPolicy, answer, answers_at_once, can_answer
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.hybrid import Requests, TurnDraws, draw_in_parts, draws_after
+from ztk.rl.rollout.kept import Entries
+from ztk.rl.rollout.routing import experts_of
 from ztk.train.engine import Engine
 
 _MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers at a time, and tokens per step
@@ -70,27 +71,23 @@ class CachedRollouts:
         draws, model = self._turns(generator, sampling=sampling, policy=policy), generator.own_model
         if once and model is not None and can_answer(model):
             given = {"model": model, "policy": policy, "keys": keys, "ranks": engine.process.local_world_size}
-            draws = replace(draws, draw=partial(_in_step, **given))
+            draws = replace(draws, draw=partial(_draw_in_step, **given))
         yield draws
 
     def _turns(self, generator: Generator, *, sampling: list[SamplingParams], policy: RolloutPolicy) -> TurnDraws:
         """sampling: of each row."""
 
-        def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
-            rows = limits.nonzero().squeeze(1).tolist()
-            prompts = [tokens[row, : int(lengths[row])].tolist() for row in rows]
+        def draw(samples: Samples, limits: Tensor) -> None:
+            rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
+            prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
-            answers: list[Completion | None] = [None] * len(tokens)
-            found = self._drawn(generator, prompts=prompts, sampling=own)
-            for row, completion in zip(rows, found, strict=True):
-                answers[row] = completion
-            return _part(answers, tokens=tokens, lengths=lengths)
+            _write(self._drawn(generator, prompts=prompts, sampling=own), samples=samples, rows=rows)
+            if policy.keeps_experts:
+                samples.experts = experts_of(samples, generator=generator)
 
         comm = self._comm
         go_on = bool if comm is None else lambda flag: any(comm.gather_objects(flag))
-        if not policy.keeps_experts:
-            return TurnDraws(draw=draw, go_on=go_on)
-        return TurnDraws(draw=draw, go_on=go_on, complete=partial(with_experts, generator=generator))
+        return TurnDraws(draw=draw, go_on=go_on)
 
     def _drawn(
         self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]
@@ -184,47 +181,38 @@ def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[S
     return [completion for (completion,) in generator.generate(prompts, sampling=sampling)]
 
 
-def _in_step(
-    tokens: Tensor,
-    lengths: Tensor,
-    limits: Tensor,
-    *,
-    model: InferenceModel,
-    policy: RolloutPolicy,
-    keys: Tensor,
-    ranks: int,
-) -> Part:
+def _draw_in_step(
+    samples: Samples, limits: Tensor, *, model: InferenceModel, policy: RolloutPolicy, keys: Tensor, ranks: int
+) -> None:
     """As `TurnDraws.draw`, of single turns: all limits are the policy's. ranks: that share the machine."""
     most = model.description.max_len
-    if (longest := int(lengths.max())) + policy.max_tokens > most:
+    if (longest := int(samples.prompt_lengths.max())) + policy.max_tokens > most:
         raise ValueError(
             f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {most} tokens of this model: shorten "
             "the prompt or lower rollout.max_tokens"
         )
-    draws = draws_after(lengths, keys=keys, count=policy.max_tokens)
-    size, parts = answers_at_once(model, tokens=policy.length, ranks=ranks), []
-    for first in range(0, len(lengths), size):
-        rows = slice(first, first + size)
-        given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
-        parts.append(answer(model, policy=policy, **given))
-    return joined(parts)
+    draws = draws_after(samples.prompt_lengths, keys=keys, count=policy.max_tokens)
+    size = answers_at_once(model, tokens=policy.length, ranks=ranks)
+
+    def answer_rows(rows: slice) -> list[Entries]:
+        return answer(model, policy=policy, samples=samples[rows], draws=draws[rows])
+
+    draw_in_parts(samples, size=size, answer=answer_rows)
 
 
-def _part(answers: Sequence[Completion | None], *, tokens: Tensor, lengths: Tensor) -> Part:
-    """Returns answers in the form of `answer`. None: of rows that have ended."""
-    logprobs, entries = torch.zeros(tokens.shape, dtype=torch.float32), []
-    counts, finished = torch.zeros_like(lengths), torch.zeros(len(lengths), dtype=torch.bool)
-    for row, completion in enumerate(answers):
-        if completion is None:
-            continue
-        counts[row], finished[row] = len(completion.tokens), completion.finish_reason == "stop"
-        first = int(lengths[row])
-        places = slice(first, first + len(completion.tokens))
-        tokens[row, places] = torch.tensor(completion.tokens, dtype=torch.int64)
-        logprobs[row, places] = completion.processed_logprobs
+def _write(answers: Sequence[Completion], *, samples: Samples, rows: Sequence[int]) -> None:
+    """Appends the answers to these rows of the samples."""
+    entries, lengths = list[Entries](), samples.lengths.tolist()
+    for row, completion in zip(rows, answers, strict=True):
+        first, count = lengths[row], len(completion.tokens)
+        samples.answer_lengths[row] += count
+        samples.finished[row] = completion.finish_reason == "stop"
+        places = slice(first, first + count)
+        samples.tokens[row, places] = torch.tensor(completion.tokens, dtype=torch.int64)
+        samples.logprobs[row, places] = completion.processed_logprobs
         if completion.finish_reason == "error":
-            logprobs[row, first] = math.nan
+            samples.logprobs[row, first] = math.nan
         for number, kept in enumerate(completion.kept or []):
             ids = kept.long()
             entries.append((torch.full_like(ids, row), torch.full_like(ids, first + number), ids))
-    return Part(counts, logprobs, finished, Kept.of(entries, shape=tokens.shape) if entries else None)
+    samples.keep(entries)

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ztk.rl.align.turns import Turns
 from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.environments import Environments, Episode
-from ztk.rl.rollout.hybrid import Requests, TurnDraws, check_finite, first_tokens
-from ztk.rl.rollout.kept import Kept
+from ztk.rl.rollout.hybrid import Requests, TurnDraws, check_finite
 
 DONE, MAX_TURNS, MAX_TOKENS = "done", "max_turns", "max_tokens"
 
@@ -44,18 +42,20 @@ def play(
         EnvironmentFault: an environment failed.
         FloatingPointError: logits are not finite.
     """
-    tokens, lengths = first_tokens(policy.rollout, requests=requests)
-    rows = _Rows(tokens, lengths=lengths, max_tokens=policy.rollout.max_tokens)
+    samples = requests.begin(policy.rollout)
+    samples.observed = torch.zeros(samples.tokens.shape, dtype=torch.bool)
+    limits = torch.full_like(samples.lengths, policy.rollout.max_tokens)
     for _ in range(policy.max_turns):
-        before = rows.lengths.clone()
-        rows.draw(draws, requests=requests)
-        active = rows.limits_before.nonzero().squeeze(1).tolist()
+        before, active = samples.lengths, limits.nonzero().squeeze(1).tolist()
+        draws.draw(samples, limits)
+        check_finite(samples)
+        limits -= samples.lengths - before
         own = [episodes[row] for row in active]
-        answers = [policy.turns.answer(tokens[row, before[row] : rows.lengths[row]]) for row in active]
+        answers = [policy.turns.answer(samples.tokens[row, before[row] : samples.lengths[row]]) for row in active]
         steps = environments.step(own, answers=answers)
         for row, episode, answer, step in zip(active, own, answers, steps, strict=True):
             new: list[int] = []
-            if not rows.ended[row]:
+            if not samples.finished[row]:
                 episode.outcome = MAX_TOKENS
             elif step.done:
                 episode.outcome = DONE
@@ -67,72 +67,26 @@ def play(
                     new = policy.turns.between(episode.said, observed=step.observation, tools=episode.tools)
                 except ValueError as error:
                     raise environments.refused(episode, error=error) from None
-                if len(new) >= int(rows.limits[row]):  # leaves no room for an answer
+                if len(new) >= int(limits[row]):  # leaves no room for an answer
                     episode.outcome = MAX_TOKENS
             if episode.outcome:
                 episode.extend(answer)
-                rows.end(row)
+                limits[row] = 0
             else:
                 episode.extend(answer, observed=step.observation)
-                rows.observe(row, new)
-        if not draws.go_on(bool(rows.limits.any())):
+                _observe(new, samples=samples, row=row)
+                limits[row] -= len(new)
+        if not draws.go_on(bool(limits.any())):
             break
-    return _samples(rows, first=lengths, requests=requests, episodes=episodes)
+    samples.finished = torch.tensor([episode.outcome != MAX_TOKENS for episode in episodes])
+    return samples
 
 
-class _Rows:
-    """Rows under construction. lengths: tokens so far. limits: tokens that may follow, 0 after the end. int64 [S] each."""
-
-    def __init__(self, tokens: Tensor, *, lengths: Tensor, max_tokens: int) -> None:
-        self.tokens, self.lengths = tokens, lengths.clone()
-        self.limits = torch.full_like(lengths, max_tokens)
-        self.limits_before = self.limits  # of the latest turn
-        self.ended = torch.zeros(len(lengths), dtype=torch.bool)  # whether the latest turn ended by itself
-        self.logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-        self.observed = torch.zeros(tokens.shape, dtype=torch.bool)
-        self.kept: list[Kept] = []
-
-    def draw(self, draws: TurnDraws, *, requests: Requests) -> None:
-        """Samples a turn of every row that has not ended. Raises FloatingPointError."""
-        self.limits_before = self.limits.clone()
-        part = draws.draw(self.tokens, self.lengths, self.limits_before)
-        check_finite(part.logprobs, requests=requests)
-        at, first = torch.arange(self.tokens.shape[1]), self.lengths.unsqueeze(1)
-        drawn = (at >= first) & (at < first + part.counts.unsqueeze(1))
-        self.logprobs = torch.where(drawn, part.logprobs, self.logprobs)
-        self.lengths += part.counts
-        self.limits -= part.counts
-        self.ended = part.finished
-        if part.kept is not None:
-            self.kept.append(part.kept)
-
-    def observe(self, row: int, tokens: list[int]) -> None:
-        """Appends an observation."""
-        first = int(self.lengths[row])
-        places = slice(first, first + len(tokens))
-        self.tokens[row, places] = torch.tensor(tokens, dtype=torch.int64)
-        self.observed[row, places] = True
-        self.lengths[row] += len(tokens)
-        self.limits[row] -= len(tokens)
-
-    def end(self, row: int) -> None:
-        """Ends the row."""
-        self.limits[row] = 0
-
-
-def _samples(rows: _Rows, *, first: Tensor, requests: Requests, episodes: Sequence[Episode]) -> Samples:
-    """Makes samples. first: the prompts' lengths, int64 [S]."""
-    count = len(episodes)
-    return Samples(
-        tokens=rows.tokens,
-        numbers=requests.numbers,
-        prompts=requests.prompt_numbers,
-        prompt_lengths=first,
-        answer_lengths=rows.lengths - first,
-        finished=torch.tensor([episode.outcome != MAX_TOKENS for episode in episodes]),
-        logprobs=rows.logprobs,
-        rewards=torch.zeros(count, dtype=torch.float64),
-        included=torch.ones(count, dtype=torch.bool),
-        kept=Kept.merged(rows.kept) if rows.kept else None,
-        observed=rows.observed,
-    )
+def _observe(tokens: list[int], *, samples: Samples, row: int) -> None:
+    """Appends an observation to a row."""
+    assert samples.observed is not None, "set at the beginning"
+    first = int(samples.lengths[row])
+    places = slice(first, first + len(tokens))
+    samples.tokens[row, places] = torch.tensor(tokens, dtype=torch.int64)
+    samples.observed[row, places] = True
+    samples.answer_lengths[row] += len(tokens)

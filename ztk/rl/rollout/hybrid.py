@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ztk.inference.sample import choose, fp32_logprobs
 from ztk.inference.uniforms import sample_keys, uniforms
-from ztk.rl.rollout.answering import Part, RolloutPolicy, joined
+from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.head import answer_logits, has_large_logits, sampled_logprobs
-from ztk.rl.rollout.kept import Kept, entries_of
+from ztk.rl.rollout.kept import Entries, entries_of
 from ztk.rl.rollout.layout import Layout, lay_out
 from ztk.rl.rollout.weights import rollout_weights
 from ztk.train.engine import Engine
@@ -39,19 +39,45 @@ class Requests:
         """Returns the key of each sample's random numbers, int64 [S]."""
         return sample_keys(seed=seed, step=step, prompts=self.prompt_numbers, samples=self.copies)
 
+    def begin(self, policy: RolloutPolicy) -> Samples:
+        """Returns samples that have only their prompts, with rewards of 0 and all included.
+
+        Raises ValueError for a prompt without a token, and for one that leaves no room for the answer.
+        """
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
+        if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
+            raise ValueError(
+                f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
+                f"data.seq_len={longest + policy.max_tokens}"
+            )
+        if int(lengths.min()) < 1:
+            raise ValueError("a prompt has no token: an answer needs something to follow")
+        tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
+        for row, prompt in zip(tokens, self.prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        return Samples(
+            tokens=tokens,
+            numbers=self.numbers,
+            prompts=self.prompt_numbers,
+            prompt_lengths=lengths,
+            answer_lengths=torch.zeros_like(lengths),
+            finished=torch.zeros(len(lengths), dtype=torch.bool),
+            logprobs=torch.zeros(tokens.shape, dtype=torch.float32),
+            rewards=torch.zeros(len(lengths), dtype=torch.float64),
+            included=torch.ones(len(lengths), dtype=torch.bool),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnDraws:
     """Samples answers turn by turn. A collective object: ranks whose forwards depend on each other make the same calls.
 
-    draw: appends the next turn of all rows to tokens int64 [S, T] with texts of lengths int64 [S]. limits int64 [S]: most tokens of this
-    turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has. complete: adds the experts that
-    drew the samples, if the policy keeps them.
+    draw: appends the next turn to samples, whose `finished` then says whether the turn ended by itself. limits int64 [S]: most tokens of
+    this turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has.
     """
 
-    draw: Callable[[Tensor, Tensor, Tensor], Part]
+    draw: Callable[[Samples, Tensor], None]
     go_on: Callable[[bool], bool]
-    complete: Callable[[Samples], Samples] = lambda samples: samples
 
 
 class Rollouts(Protocol):
@@ -82,22 +108,10 @@ def generate(rollouts: Rollouts, *, policy: RolloutPolicy, requests: Requests, s
 
 def draw_once(draws: TurnDraws, *, policy: RolloutPolicy, requests: Requests) -> Samples:
     """Draws a single turn. Raises as `generate`."""
-    tokens, lengths = first_tokens(policy, requests=requests)
-    counts, logprobs, finished, kept = draws.draw(tokens, lengths, torch.full_like(lengths, policy.max_tokens))
-    check_finite(logprobs, requests=requests)
-    samples = Samples(
-        tokens=tokens,
-        numbers=requests.numbers,
-        prompts=requests.prompt_numbers,
-        prompt_lengths=lengths,
-        answer_lengths=counts,
-        finished=finished,
-        logprobs=logprobs,
-        rewards=torch.zeros(len(lengths), dtype=torch.float64),
-        included=torch.ones(len(lengths), dtype=torch.bool),
-        kept=kept,
-    )
-    return draws.complete(samples)
+    samples = requests.begin(policy)
+    draws.draw(samples, torch.full_like(samples.lengths, policy.max_tokens))
+    check_finite(samples)
+    return samples
 
 
 class TrainerRollouts:
@@ -122,14 +136,13 @@ class TrainerRollouts:
             )
         keys = requests.keys(seed=policy.seed, step=step)
 
-        def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
-            draws = draws_after(lengths, keys=keys, count=policy.max_tokens)
-            parts = []
-            for first in range(0, len(tokens), size):
-                rows = slice(first, first + size)
-                given = {"tokens": tokens[rows], "lengths": lengths[rows], "limits": limits[rows], "draws": draws[rows]}
-                parts.append(_answer(engine, policy=policy, **given))
-            return joined(parts)
+        def draw(samples: Samples, limits: Tensor) -> None:
+            draws = draws_after(samples.lengths, keys=keys, count=policy.max_tokens)
+
+            def answer(rows: slice) -> list[Entries]:
+                return _answer(engine, policy=policy, samples=samples[rows], limits=limits[rows], draws=draws[rows])
+
+            draw_in_parts(samples, size=size, answer=answer)
 
         with rollout_weights(engine, weights=policy.weights):
             yield TurnDraws(draw=draw, go_on=lambda flag: any_rank(engine, flag=flag))
@@ -140,51 +153,39 @@ def draws_after(lengths: Tensor, *, keys: Tensor, count: int) -> Tensor:
     return uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(count))
 
 
-def check_finite(logprobs: Tensor, *, requests: Requests) -> None:
-    """Raises FloatingPointError for a log-probability [S, T] that is not finite."""
-    if not logprobs.isfinite().all():
-        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
-        raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
+def draw_in_parts(samples: Samples, *, size: int, answer: Callable[[slice], list[Entries]]) -> None:
+    """Draws `size` rows at a time. answer: draws some rows, and returns the tokens that a cut kept, in the order of these rows."""
+    entries = list[Entries]()
+    for first in range(0, len(samples), size):
+        found = answer(slice(first, first + size))
+        entries += [(rows + first, positions, tokens) for rows, positions, tokens in found]
+    samples.keep(entries)
 
 
-def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, Tensor]:
-    """Returns rows that begin with the prompts, int64 [S, T], and the prompts' lengths, int64 [S].
-
-    Raises ValueError for a prompt without a token, and for one that leaves no room for the answer.
-    """
-    lengths = torch.tensor([len(prompt) for prompt in requests.prompts])
-    if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
-        raise ValueError(
-            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
-            f"data.seq_len={longest + policy.max_tokens}"
-        )
-    if int(lengths.min()) < 1:
-        raise ValueError("a prompt has no token: an answer needs something to follow")
-    tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
-    for row, prompt in zip(tokens, requests.prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-    return tokens, lengths
+def check_finite(samples: Samples) -> None:
+    """Raises FloatingPointError for a log-probability that is not finite."""
+    if not samples.logprobs.isfinite().all():
+        row = int((~samples.logprobs.isfinite()).any(1).nonzero()[0])
+        raise FloatingPointError(f"sample {int(samples.numbers[row])}: the policy's logits are not finite")
 
 
-def _answer(
-    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, limits: Tensor, draws: Tensor
-) -> Part:
-    """Writes an answer of up to `limits` tokens, int64 [S], into each row of tokens, int64 [S, T], after a text of `lengths`, int64 [S].
+def _answer(engine: Engine, *, policy: RolloutPolicy, samples: Samples, limits: Tensor, draws: Tensor) -> list[Entries]:
+    """Appends an answer of up to `limits` tokens, int64 [S], to each of the samples, in place. Returns the kept tokens.
 
     draws: a number in [0, 1) for each answer and token, float64 [S, max_tokens].
     """
-    T, device = tokens.shape[1], engine.process.device
-    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-    counts, active = torch.zeros_like(lengths), limits > 0
-    finished = torch.zeros_like(active)
+    tokens, device = samples.tokens, engine.process.device
+    S, T = tokens.shape
+    counts, active = torch.zeros_like(limits), limits > 0
+    samples.finished[active] = False
     are_large = has_large_logits(engine, tokens=tokens.numel())
     options = {"packs": policy.packs, "device": device, "module": engine.module if policy.packs else None}
-    stops, entries = torch.tensor(policy.stops), []
+    stops, entries = torch.tensor(policy.stops), list[Entries]()
     for index in range(policy.max_tokens):
         if not any_rank(engine, flag=bool(active.any())):
             break
-        rows = _computed(active) if policy.packs else torch.arange(len(tokens))
-        positions, goes_on = (lengths + counts)[rows], active[rows]  # positions: of the tokens sampled now
+        rows = _computed(active) if policy.packs else torch.arange(S)
+        positions, goes_on = samples.lengths[rows], active[rows]  # positions: of the tokens sampled now
         layout = lay_out(tokens[rows], lengths=positions, **options)
         last = torch.arange(T) == positions.clamp(max=T - 1).unsqueeze(1)  # of a full text, whose logits are not read
 
@@ -203,12 +204,12 @@ def _answer(
         else:
             chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
         where = rows[goes_on], positions[goes_on]
-        tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
+        tokens[where], samples.logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
-        finished[rows] |= goes_on & torch.isin(drawn, stops)
-        active &= ~finished & (counts < limits)
-    kept = Kept.of(entries, shape=(len(tokens), T)) if entries else None
-    return Part(counts, logprobs, finished, kept)
+        samples.answer_lengths += active
+        samples.finished[rows] |= goes_on & torch.isin(drawn, stops)
+        active &= ~samples.finished & (counts < limits)
+    return entries
 
 
 def _computed(active: Tensor) -> Tensor:

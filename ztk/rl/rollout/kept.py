@@ -17,6 +17,8 @@ from torch import Tensor
 
 # (logits [n, V], slice of their tokens) -> the same with -inf for tokens that were not kept
 Hide = Callable[[Tensor, slice], Tensor]
+# rows, positions and tokens, int64 [M] each: one per kept token of a place
+Entries = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +29,12 @@ class Kept:
     counts: Tensor
 
     @classmethod
-    def of(cls, entries: Sequence[tuple[Tensor, Tensor, Tensor]], *, shape: tuple[int, int]) -> Self:
-        """entries: (rows, positions, tokens), int64 [M] each, one per kept token of a place, with places in any order."""
+    def of(cls, entries: Sequence[Entries], *, shape: Sequence[int]) -> Self:
+        """entries: with places in any order. shape: S, T."""
         rows, positions, tokens = (torch.cat(column) for column in zip(*entries, strict=True))
         places = rows * shape[1] + positions
-        counts = torch.bincount(places, minlength=shape[0] * shape[1]).view(shape)
+        counts = torch.bincount(places, minlength=shape[0] * shape[1]).view(*shape)
         return cls(tokens=tokens[places.argsort(stable=True)].to(torch.int32), counts=counts)
-
-    @classmethod
-    def nothing(cls, shape: Sequence[int]) -> Self:
-        """Of rows without answers. shape: S, T."""
-        return cls(tokens=torch.zeros(0, dtype=torch.int32), counts=torch.zeros(*shape, dtype=torch.int64))
 
     def __getitem__(self, rows: slice | Tensor) -> "Kept":
         parts = self.tokens.split(self.counts.sum(1).tolist())
@@ -50,17 +47,11 @@ class Kept:
         """Concatenates the rows of all `parts`."""
         return cls(tokens=torch.cat([part.tokens for part in parts]), counts=torch.cat([part.counts for part in parts]))
 
-    @classmethod
-    def merged(cls, parts: Sequence["Kept"]) -> Self:
-        """Of the same rows; no place is in two parts."""
-        entries = []
-        for part in parts:
-            rows, positions = part.counts.nonzero().unbind(1)
-            counts = part.counts[rows, positions]
-            places = (rows.repeat_interleave(counts), positions.repeat_interleave(counts))
-            entries.append((*places, part.tokens.long()))
-        S, T = parts[0].counts.shape
-        return cls.of(entries, shape=(S, T))
+    def entries(self) -> Entries:
+        """Returns the argument of `of`."""
+        rows, positions = self.counts.nonzero().unbind(1)
+        counts = self.counts[rows, positions]
+        return rows.repeat_interleave(counts), positions.repeat_interleave(counts), self.tokens.long()
 
 
 def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | None:
@@ -83,7 +74,7 @@ def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | 
     return hide
 
 
-def entries_of(kept: Tensor, *, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def entries_of(kept: Tensor, *, rows: Tensor, positions: Tensor) -> Entries:
     """Returns entries for `Kept.of` from kept tokens at places (rows, positions), int64 [R] each: kept bool [R, V] on the CPU."""
     which, tokens = kept.nonzero().unbind(1)
     return rows[which], positions[which], tokens

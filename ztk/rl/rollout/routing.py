@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,11 @@ from ztk.rl.rollout.layout import Layout
 _OWN = -1  # of a token without an expert to replay
 
 
-def with_experts(samples: Samples, *, generator: Generator) -> Samples:
-    """Returns the samples with the experts of their texts, if this process has the generator's model and it has experts."""
+def experts_of(samples: Samples, *, generator: Generator) -> Tensor | None:
+    """Returns `Samples.experts`, if this process has the generator's model and it has experts."""
     model = generator.own_model
     if model is None or not model.description.experts:
-        return samples
+        return None
     rows = [
         model.chosen_experts(tokens[:length].tolist())
         for tokens, length in zip(samples.tokens, samples.lengths.tolist(), strict=True)
@@ -30,7 +29,7 @@ def with_experts(samples: Samples, *, generator: Generator) -> Samples:
     experts = torch.zeros(*samples.tokens.shape, *rows[0].shape[1:], dtype=torch.int16)
     for row, own in zip(experts, rows, strict=True):
         row[: len(own)] = own
-    return replace(samples, experts=experts)
+    return experts
 
 
 class Routers:
