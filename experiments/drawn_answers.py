@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
-from experiments.prompts import PAD, STOP, open_tokenizer, with_other_ends
+from experiments.prompts import PAD, STOP, with_other_ends
 from experiments.rollout_run import cut_of, open_drawer, open_weights
 from experiments.streams import share_of
 from ztk.config import Config
+from ztk.config.encoding import encoding_of
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
 from ztk.rl.align import Sequences, last_answer
@@ -83,7 +84,7 @@ def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:
     else:
         texts = (example.texts[0] for example in examples.records)
         ends = sorted({int(text.tokens[text.last_answer.stop - 1]) for text in texts})
-    return with_other_ends(ends, config=config, tokenizer=open_tokenizer(config))
+    return with_other_ends(ends, config=config, tokenizer=encoding_of(config).tokenizer)
 
 
 def prompts_of(sequences: Sequences) -> list[Sequence[int]]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from experiments.rewards import means_of_ranks
 from experiments.rollout_run import Run
-from experiments.tasks import Prompt
-from ztk.rl.align.turns import Turns, tools_of
+from ztk.rl.align import Encoding, Prompt
+from ztk.rl.align.turns import tools_of
 from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, TurnDraws, play
 from ztk.rl.rollout.environments import columns_of, prompt_of
 from ztk.rl.rollout.episodes import DONE, MAX_TURNS
@@ -22,17 +22,15 @@ def played(
     """Plays this rank's episodes. A collective call. Raises EnvironmentFault."""
     config, environments = run.config, run.environments
     assert environments is not None and config.rollout.max_turns is not None, "the configuration is checked"
-    turns = Turns(
-        tokenizer=run.prompts.tokenizer, by_template=config.data.chat_template == "tokenizer", ends=run.prompts.stops
-    )
-    own = EpisodePolicy(rollout=policy, turns=turns, max_turns=config.rollout.max_turns)
-    episodes, tokens = _begun(environments, prompts=prompts, turns=turns, numbers=requests.numbers.tolist())
+    encoding = run.prompts.encoding
+    own = EpisodePolicy(rollout=policy, encoding=encoding, max_turns=config.rollout.max_turns)
+    episodes, tokens = _begun(environments, prompts=prompts, encoding=encoding, numbers=requests.numbers.tolist())
     given = {"requests": replace(requests, prompts=tokens), "environments": environments, "episodes": episodes}
     return Drawn(samples=play(draws, policy=own, **given), episodes=episodes)
 
 
 def _begun(
-    environments: Environments, *, prompts: Sequence[Prompt], turns: Turns, numbers: Sequence[int]
+    environments: Environments, *, prompts: Sequence[Prompt], encoding: Encoding, numbers: Sequence[int]
 ) -> tuple[list[Episode], list[list[int]]]:
     """Returns episodes with their environments, and the tokens of their prompts. numbers: of the samples. Raises EnvironmentFault."""
     episodes = [
@@ -47,7 +45,7 @@ def _begun(
     before = [episode.said for episode in episodes]
     environments.reset(episodes, columns=[columns_of(prompt.record) for prompt in prompts])
     tokens = [
-        prompt.tokens if episode.said == said else turns.begin(episode.said, tools=episode.tools).tokens
+        prompt.tokens if episode.said == said else encoding.prompt(episode.said, tools=episode.tools).tokens
         for episode, said, prompt in zip(episodes, before, prompts, strict=True)
     ]
     return episodes, tokens

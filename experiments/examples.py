@@ -13,12 +13,13 @@ from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
+from ztk.config.encoding import encoding_of
 from ztk.core.policies.runs import ANSWER_TASKS, is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
 from ztk.report import RunFolder
-from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples, without_rejected
+from ztk.rl.align import Encoding, Example, Part, RecordFormat, Sequences, Text, read_examples, without_rejected
 from ztk.rl.rollout import Layout, has_engine_attention, lay_out
 
 HELD_OUT = 2**40  # number of the first built-in prompt for evaluations
@@ -100,16 +101,14 @@ class Examples:
             count = config.train.eval_batches * config.train.global_batch_size
             self.held_out = [self._made(HELD_OUT + number) for number in range(count)]
             return
-        tokenizer = None if data.stop is not None else SubwordTokenizer.open(data.tokenizer)
-        if tokenizer is not None and process.rank == 0:
-            tokenizer.save(RunFolder(config.output_dir).tokenizer)
+        encoding = encoding_of(config)
+        if isinstance(encoding.tokenizer, SubwordTokenizer) and process.rank == 0:
+            encoding.tokenizer.save(RunFolder(config.output_dir).tokenizer)
         found = read_examples(
             data.path,
             record_format=RecordFormat(data.name.value),
             seq_len=data.seq_len,
-            stop=data.stop,
-            tokenizer=tokenizer,
-            by_template=data.chat_template == "tokenizer",
+            encoding=encoding,
             fields=data.fields,
             labelled=is_labelled(config),
         )
@@ -185,7 +184,8 @@ class Examples:
                 break
             number += ANOTHER
         answers = (prompt.answer, wrong)
-        texts = tuple(Text.of([(prompt.text, False), (answer, True)], stop=STOP) for answer in answers)
+        encoding, asked = Encoding(stop=STOP), Part(text=prompt.text)
+        texts = tuple(encoding.text([asked, Part(text=answer, is_answer=True, ends=True)]) for answer in answers)
         return self._shaped(Example(texts=texts))[side]
 
     def _shaped(self, example: Example) -> list[Example]:

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from experiments.lengths import histogram
-from experiments.tasks import TASKS, Prompt, Task, name_of
+from experiments.tasks import TASKS, Task, name_of
 from ztk.config import Config, has_rewards, open_rewards
+from ztk.config.encoding import encoding_of
 from ztk.config.generation import end_tokens, generation_file
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
+from ztk.rl.align import ANSWER_END, Prompt, Truncation, answer_end, fitted, read_prompts
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Reward, RewardFunctions
 
@@ -28,10 +29,10 @@ class Prompts:
         rollout.stop that is not a token.
         """
         self._seed, self._orders = config.train.seed, dict[int, torch.Tensor]()
-        self.tokenizer = open_tokenizer(config)
+        self.encoding = encoding_of(config)
+        self.tokenizer = self.encoding.tokenizer
         self._records = None if config.rollout.task is not None else self._read(config)
-        by_template = config.data.chat_template == "tokenizer"
-        end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
+        end = answer_end(self._records or [], encoding=self.encoding)
         self.stops = with_other_ends([end], config=config, tokenizer=self.tokenizer)
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
         self.is_own_reward = has_rewards(config) or config.rollout.environment is not None
@@ -46,10 +47,9 @@ class Prompts:
         own = Reward(name=name_of(config), function=self._task.score)
         return RewardFunctions([own], timeout_seconds=config.reward.timeout_seconds)
 
-    def _read(self, config: Config) -> list[PromptRecord]:
+    def _read(self, config: Config) -> list[Prompt]:
         data = config.data
-        options = {"by_template": data.chat_template == "tokenizer", "fields": data.fields}
-        found = read_prompts(data.path, tokenizer=self.tokenizer, **options)
+        found = read_prompts(data.path, encoding=self.encoding, fields=data.fields)
         cut = None if data.truncate_prompts is None else Truncation(data.truncate_prompts.value)
         self.lengths = sorted(len(record.tokens) for record in found)  # before truncation
         assert config.rollout.max_tokens is not None, "the configuration is checked"
@@ -61,8 +61,7 @@ class Prompts:
             assert self._task is not None, "the configuration is checked"
             return self._task.prompt(seed=self._seed, number=number)
         epoch, index = divmod(number, len(self._records))
-        found = self._records[int(self._order(epoch)[index])]
-        return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
+        return self._records[int(self._order(epoch)[index])]
 
     def _order(self, epoch: int) -> torch.Tensor:
         """Returns the order of the lines in a pass. The last two are cached: one for training, one for evaluations or the next pass."""
@@ -135,10 +134,3 @@ def with_other_ends(
             )
         found += tokens
     return tuple(dict.fromkeys(found))
-
-
-def open_tokenizer(config: Config) -> ByteTokenizer | SubwordTokenizer:
-    """Opens the tokenizer of `data.tokenizer`. Built-in prompts are bytes."""
-    if config.data.path is None or config.data.tokenizer in (None, "bytes"):
-        return ByteTokenizer()
-    return SubwordTokenizer.open(config.data.tokenizer)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from experiments.learned_reward import learned_rewards
-from experiments.prompts import Prompt
 from experiments.rollout_run import Run
 from experiments.text_reward import TextReward
+from ztk.rl.align import Prompt
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState
 

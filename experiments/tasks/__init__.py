@@ -4,7 +4,7 @@ from experiments.tasks.arithmetic import Arithmetic
 from experiments.tasks.copying import Copying
 from experiments.tasks.lexicon import Lexicon
 from experiments.tasks.sorting import Sorting
-from experiments.tasks.task import Prompt, Task
+from experiments.tasks.task import Task
 from ztk.config import Config
 
 TASKS: dict[str, Task] = {
@@ -14,7 +14,7 @@ TASKS: dict[str, Task] = {
     "lexicon": Lexicon(),
 }
 
-__all__ = ["TASKS", "Prompt", "Task", "name_of"]
+__all__ = ["TASKS", "Task", "name_of"]
 
 
 def name_of(config: Config) -> str:

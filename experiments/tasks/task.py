@@ -2,24 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ztk.data import ByteTokenizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """text, tokens: the prompt for the policy. answer: the right one, if it is known. record: further columns, passed to reward functions
-    as keywords.
-    is_chat: whether the record has a conversation.
-    """
-
-    text: str
-    tokens: list[int]
-    answer: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-    is_chat: bool = False
+from ztk.rl.align import Prompt
 
 
 class Task(ABC):

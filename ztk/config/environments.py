@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ztk.config.encoding import encoding_of
 from ztk.config.rewards import absolute_name, evaluation_config, first_prompt, name_faults
-from ztk.config.text import open_tokenizer
 from ztk.core.policies.config import Config
-from ztk.core.policies.data import ChatTemplateName
 from ztk.core.policies.runs import draws
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def prepare_environment(config: Config) -> None:
 
 
 def _play_once(config: Config) -> None:
-    from ztk.rl.align.turns import Turns, tools_of
+    from ztk.rl.align.turns import tokens_between, tools_of
     from ztk.rl.rollout.environments import EnvironmentFault, Episode, columns_of, prompt_of
 
     environments = open_environments(config)
@@ -81,10 +80,7 @@ def _play_once(config: Config) -> None:
         [step] = environments.step([episode], answers=[_ANSWER])
     except EnvironmentFault as error:
         raise ValueError(f"called once before the run starts: {error}") from None
-    tokenizer = open_tokenizer(config)
-    turns = Turns(
-        tokenizer=tokenizer, by_template=config.data.chat_template is ChatTemplateName.tokenizer, ends=[tokenizer.end]
-    )
-    turns.begin(episode.said, tools=tools)
+    encoding = encoding_of(config)
+    encoding.prompt(episode.said, tools=tools)
     if step.observation is not None:
-        turns.between(episode.said, observed=step.observation, tools=tools)
+        tokens_between(episode.said, observed=step.observation, encoding=encoding, tools=tools)

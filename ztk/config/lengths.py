@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ztk.config.derived import derive
+from ztk.config.encoding import encoding_of
 from ztk.config.evaluating import multiple_of
-from ztk.config.text import open_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
 from ztk.core.policies.runs import (
@@ -24,7 +24,7 @@ from ztk.core.policies.runs import (
 )
 
 if TYPE_CHECKING:
-    from ztk.rl.align import Example, PromptRecord
+    from ztk.rl.align import Example, Prompt
 
 _ROW = 8  # row lengths of a batch are multiples of this
 ANSWER = 256  # tokens of a pretrained model's answer, TRL's max_completion_length
@@ -95,13 +95,11 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
     return kept
 
 
-def prompts_of(config: Config) -> "list[PromptRecord]":
+def prompts_of(config: Config) -> "list[Prompt]":
     """Returns the prompts of `data.path`. Raises ValueError for a malformed one."""
     from ztk.rl.align import read_prompts  # imported late: torch takes a second
 
-    by_template = config.data.chat_template is ChatTemplateName.tokenizer
-    tokenizer = open_tokenizer(config)
-    return read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template, fields=config.data.fields)
+    return read_prompts(data_paths(config), encoding=encoding_of(config), fields=config.data.fields)
 
 
 @functools.lru_cache(maxsize=1)
@@ -119,15 +117,16 @@ def _read(
 ) -> "tuple[Example, ...]":
     """Cached, because both the lengths and the rules need the records. stamps: size and time of the files, to notice changes."""
     from ztk.data import SubwordTokenizer
-    from ztk.rl.align import RecordFormat, read_examples
+    from ztk.rl.align import Encoding, RecordFormat, read_examples
 
+    encoding = Encoding() if stop is None else Encoding(stop=stop)
+    if tokenizer is not None:
+        encoding = Encoding(tokenizer=SubwordTokenizer.open(tokenizer), by_template=by_template)
     found = read_examples(
         paths,
         record_format=RecordFormat(record_format),
         seq_len=seq_len,
-        stop=stop,
-        tokenizer=None if tokenizer is None else SubwordTokenizer.open(tokenizer),
-        by_template=by_template,
+        encoding=encoding,
         fields=dict(fields),
         labelled=labelled,
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align import ChatTemplate, chat_prompt, text_prompt
+from ztk.rl.align import ChatTemplate, Encoding
 from ztk.serve.messages import PLAIN, ChatOptions
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte tokens
@@ -166,7 +166,7 @@ class Bytes:
                 "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
         _check_plain(options)
-        return chat_prompt(messages, stop=self._chat_stop).tokens
+        return Encoding(stop=self._chat_stop).prompt(messages).tokens
 
 
 class Subword:
@@ -186,7 +186,7 @@ class Subword:
         self.template = None if self._inner is None else _source(self._inner)
 
     def encode(self, text: str) -> list[int]:
-        return text_prompt(text, tokenizer=self._tokenizer).tokens
+        return Encoding(tokenizer=self._tokenizer).prompt(text).tokens
 
     def encode_text(self, text: str) -> list[int]:
         return self._tokenizer.read(text).tokens
@@ -203,7 +203,7 @@ class Subword:
         if self._inner is not None:
             return self._tokenizer.read(_templated(self._inner, messages=messages, options=options)).tokens
         _check_plain(options)
-        return chat_prompt(messages, tokenizer=self._tokenizer).tokens
+        return Encoding(tokenizer=self._tokenizer).prompt(messages).tokens
 
 
 class Pretrained:

@@ -11,11 +11,11 @@ import pytest
 from tests.rl.align.chats import save_tokenizer, train_tokenizer
 from tests.rl.align.test_records import text_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, to_yaml
-from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align import RecordFormat, read_examples, read_prompts
+from ztk.data import SubwordTokenizer
+from ztk.rl.align import Encoding, RecordFormat, read_examples, read_prompts
 from ztk.rl.align.formats import CHAT as CHAT_RECORDS
 from ztk.rl.align.formats import PREFERENCES, PROMPTS, unified
-from ztk.rl.align.lines import read_records
+from ztk.rl.align.records import read_records
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CHAT = [{"role": "system", "content": "brief"}, *ASKED, {"role": "assistant", "content": "4"}]
@@ -31,7 +31,7 @@ def written(folder, *records, name="records.jsonl"):
 
 
 def examples(path, *, kind, **options):
-    return read_examples([path], record_format=RecordFormat(kind), seq_len=None, stop=3, **options)
+    return read_examples([path], record_format=RecordFormat(kind), seq_len=None, encoding=Encoding(stop=3), **options)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_ktos_records_have_a_label(tmp_path):
     ],
 )
 def test_prompts(record, text, tmp_path):
-    (found,) = read_prompts([written(tmp_path, record)], tokenizer=ByteTokenizer())
+    (found,) = read_prompts([written(tmp_path, record)], encoding=Encoding())
     assert found.text == text and all(found.record[name] == value for name, value in record.items())
 
 
@@ -187,15 +187,16 @@ def test_tools_and_their_calls_are_written_by_the_template(as_text, tmp_path):
     """OpenAI's arguments are a text; a template reads their fields."""
     path = save_tokenizer(train_tokenizer(), path=tmp_path / "tokenizer", template=TOOL_TEMPLATE)
     record = {"messages": WITH_TOOLS, "tools": json.dumps(TOOLS) if as_text else TOOLS}
-    options = {"record_format": RecordFormat.chat, "seq_len": None, "by_template": True}
     tokenizer = SubwordTokenizer.open(path)
-    (example,) = read_examples([written(tmp_path, record)], tokenizer=tokenizer, **options)
+    encoding = Encoding(tokenizer=tokenizer, by_template=True)
+    options = {"record_format": RecordFormat.chat, "seq_len": None, "encoding": encoding}
+    (example,) = read_examples([written(tmp_path, record)], **options)
     text = tokenizer.decode(example.texts[0].tokens, shows_special=True)
     assert "tools 1" in text and "add:2" in text
     learnt = tokenizer.decode(example.texts[0].tokens[example.texts[0].answer], shows_special=True)
     assert learnt.count("<|im_end|>") == 2 and "It is 4." in learnt and "user" not in learnt
     prompt = {"messages": WITH_TOOLS[:-1], "tools": TOOLS}
-    (found,) = read_prompts([written(tmp_path, prompt)], tokenizer=tokenizer, by_template=True)
+    (found,) = read_prompts([written(tmp_path, prompt)], encoding=encoding)
     assert found.text.startswith("<|im_start|>tools 1") and found.text.endswith("<|im_start|>assistant\n")
     with pytest.raises(ValueError, match="use data.tokenizer=FOLDER with a chat template that writes them"):
         examples(written(tmp_path, record), kind="chat")
@@ -234,7 +235,7 @@ def test_fields_are_renamed(tmp_path):
     fields = {"prompt": "question", "answer": "response"}
     (example,) = examples(path, kind="chat", fields=fields)
     assert text_of(example.texts[0]) == ("2+2=4\x03", "4\x03")
-    (found,) = read_prompts([path], tokenizer=ByteTokenizer(), fields={"prompt": "question"})
+    (found,) = read_prompts([path], encoding=Encoding(), fields={"prompt": "question"})
     assert found.record["question"] == "2+2=" == found.text  # reward functions may ask for the data's own name
     with pytest.raises(
         ValueError, match=r"line 1: has no field 'ask' of data.fields={prompt: ask}; its fields are question, response"

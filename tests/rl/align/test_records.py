@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align import RecordFormat, read_examples, read_prompts
+from ztk.data import SubwordTokenizer
+from ztk.rl.align import Encoding, RecordFormat, read_examples, read_prompts
 
 
 def read(tmp_path, *records, kind="preferences", seq_len=200, stop=10):
     file = tmp_path / "records.jsonl"
     file.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
-    return read_examples([str(file)], record_format=RecordFormat(kind), seq_len=seq_len, stop=stop)
+    return read_examples([str(file)], record_format=RecordFormat(kind), seq_len=seq_len, encoding=Encoding(stop=stop))
 
 
 def text_of(text) -> tuple[str, str]:
@@ -104,7 +104,7 @@ def test_all_bad_lines_up_to_ten_are_named(tmp_path):
     with pytest.raises(ValueError, match="there are no records"):
         read(tmp_path, "")
     with pytest.raises(ValueError, match="data.path=none.jsonl: no such file"):
-        read_examples(["none.jsonl"], record_format=RecordFormat.chat, seq_len=8, stop=10)
+        read_examples(["none.jsonl"], record_format=RecordFormat.chat, seq_len=8, encoding=Encoding())
 
 
 def test_a_tokenizer_ends_answers_with_its_end_token(tmp_path):
@@ -117,7 +117,9 @@ def test_a_tokenizer_ends_answers_with_its_end_token(tmp_path):
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     first, second = (
         example.texts[0]
-        for example in read_examples([str(file)], record_format=RecordFormat.chat, seq_len=99, tokenizer=tokenizer)
+        for example in read_examples(
+            [str(file)], record_format=RecordFormat.chat, seq_len=99, encoding=Encoding(tokenizer=tokenizer)
+        )
     )
     answer = [*tokenizer.encode("fo\nur").tolist(), tokenizer.end]
     assert first.tokens[first.answer].tolist() == answer and first.tokens[-len(answer) :].tolist() == answer
@@ -133,8 +135,10 @@ def test_lines_end_at_line_feeds_and_bad_ones_are_named_together(tmp_path, kind)
 
     def read(*paths):
         if kind == "prompts":
-            return read_prompts([str(path) for path in paths], tokenizer=ByteTokenizer())
-        return read_examples([str(path) for path in paths], record_format=RecordFormat.chat, seq_len=99, stop=10)
+            return read_prompts([str(path) for path in paths], encoding=Encoding())
+        return read_examples(
+            [str(path) for path in paths], record_format=RecordFormat.chat, seq_len=99, encoding=Encoding()
+        )
 
     good, bad, other = (tmp_path / f"{name}.jsonl" for name in ("good", "bad", "other"))
     good.write_text('{"prompt": "a\u2028b\u0085c", "answer": "d"}\n', encoding="utf-8")

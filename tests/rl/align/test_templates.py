@@ -11,9 +11,9 @@ from ztk.data import SubwordTokenizer
 from ztk.rl.align import (
     ChatTemplate,
     ChatTemplateError,
+    Encoding,
     RecordFormat,
     answer_end,
-    chat_prompt,
     read_examples,
     read_prompts,
 )
@@ -40,6 +40,10 @@ def folder(trained, tmp_path):
     return lambda template: save_tokenizer(trained, path=tmp_path / "tokenizer", template=template)
 
 
+def encoding_of(folder: Path) -> Encoding:
+    return Encoding(tokenizer=SubwordTokenizer.open(folder), by_template=True)
+
+
 def written(tmp_path: Path, *records: dict) -> str:
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -47,8 +51,7 @@ def written(tmp_path: Path, *records: dict) -> str:
 
 
 def read(file: str, *, folder: Path, kind: RecordFormat = RecordFormat.chat, seq_len: int = 200):
-    tokenizer = SubwordTokenizer.open(folder)
-    return read_examples([file], record_format=kind, seq_len=seq_len, tokenizer=tokenizer, by_template=True)
+    return read_examples([file], record_format=kind, seq_len=seq_len, encoding=encoding_of(folder))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
@@ -62,7 +65,7 @@ def test_tokens_equal_transformers_and_only_answers_count(trained, folder, tmp_p
     assert learnt == "it is 4<|im_end|>\n6<|im_end|>\n"
     assert ChatTemplate.open(path).end == trained.eos_token
     asked = trained.apply_chat_template(CHAT[:4], tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert chat_prompt(CHAT[:4], tokenizer=SubwordTokenizer.open(path), by_template=True).tokens == asked
+    assert encoding_of(path).prompt(CHAT[:4]).tokens == asked
 
 
 def test_pairs_share_a_prompt_of_messages(trained, folder, tmp_path):
@@ -121,20 +124,20 @@ def test_an_answer_ends_where_its_template_ends_it(folder, tmp_path, is_special)
     (path / "tokenizer.json").write_text(json.dumps(main))
     ChatTemplate.open.cache_clear()
     assert ChatTemplate.open(path).end == "<|end|>"
-    tokenizer = SubwordTokenizer.open(path)
-    prompts = read_prompts([written(tmp_path, {"messages": CHAT[:4]})], tokenizer=tokenizer, by_template=True)
-    assert answer_end(prompts, tokenizer=tokenizer, by_template=True) == 270 != tokenizer.end
+    encoding = encoding_of(path)
+    prompts = read_prompts([written(tmp_path, {"messages": CHAT[:4]})], encoding=encoding)
+    assert answer_end(prompts, encoding=encoding) == 270 != encoding.tokenizer.end
 
 
 def test_a_template_without_an_end_is_refused(folder, tmp_path):
     path = folder("{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}")
-    file, tokenizer = written(tmp_path, {"messages": CHAT[:3]}, {"messages": CHAT[:3]}), SubwordTokenizer.open(path)
+    file, encoding = written(tmp_path, {"messages": CHAT[:3]}, {"messages": CHAT[:3]}), encoding_of(path)
     with pytest.raises(ChatTemplateError, match="writes no token behind an assistant's message"):
         read(file, folder=path)
     file = written(tmp_path, {"messages": CHAT[:4]})
-    prompts = read_prompts([file], tokenizer=tokenizer, by_template=True)
+    prompts = read_prompts([file], encoding=encoding)
     with pytest.raises(ChatTemplateError, match=r"put eos_token there.*data\.chat_template=roles"):
-        answer_end(prompts, tokenizer=tokenizer, by_template=True)
+        answer_end(prompts, encoding=encoding)
 
 
 def test_the_end_behind_a_generation_block_is_learnt(trained, folder, tmp_path):

@@ -8,7 +8,7 @@ from trl.data_utils import _tokenize, common_prefix_length
 
 from tests.rl.align.ten import TEN, save_one
 from ztk.data import SubwordTokenizer
-from ztk.rl.align import RecordFormat, read_examples, read_prompts
+from ztk.rl.align import Encoding, RecordFormat, read_examples, read_prompts
 from ztk.serve.tokenizers import Pretrained, Subword
 
 PAIRS = [  # the first four are divided inside a token of some tokenizer
@@ -66,7 +66,7 @@ def test_a_text_is_read_as_transformers_reads_it(opened, tmp_path):
 def test_records_of_texts(opened, tmp_path):
     tokenizer, theirs = opened
     paths = write(tmp_path, [{"prompt": prompt, "answer": answer} for prompt, answer in PAIRS])
-    options = {"seq_len": 200, "tokenizer": tokenizer, "by_template": True}
+    options = {"seq_len": 200, "encoding": Encoding(tokenizer=tokenizer, by_template=True)}
     chats = read_examples(paths, record_format=RecordFormat.chat, **options)
     for (prompt, answer), example in zip(PAIRS, chats, strict=True):
         (text,) = example.texts
@@ -92,7 +92,7 @@ def test_records_of_messages(opened, tmp_path):
             [message | {"content": message["content"].strip(" \n\U0001f600")} for message in chat] for chat in CHATS
         ]
     paths = write(tmp_path, [{"messages": chat} for chat in chats])
-    options = {"seq_len": 200, "tokenizer": tokenizer, "by_template": True}
+    options = {"seq_len": 200, "encoding": Encoding(tokenizer=tokenizer, by_template=True)}
     for chat, example in zip(chats, read_examples(paths, record_format=RecordFormat.chat, **options), strict=True):
         (text,) = example.texts
         found = _tokenize(theirs, chat, return_assistant_tokens_mask=True)
@@ -130,17 +130,16 @@ def test_prompts_of_rollouts_and_of_a_server(opened, tmp_path):
     """A run and the folder that it exports ask alike."""
     tokenizer, theirs = opened
     records = [{"prompt": prompt} for prompt, _ in PAIRS]
+    encoding = Encoding(tokenizer=tokenizer, by_template=True)
     served = [Subword(tokenizer, has_chats=True, by_template=True), Pretrained(theirs)]
-    for record, found in zip(records, read_prompts(write(tmp_path, records), tokenizer=tokenizer), strict=True):
+    for record, found in zip(records, read_prompts(write(tmp_path, records), encoding=encoding), strict=True):
         tokens = theirs(record["prompt"])["input_ids"]  # TRL's
         assert [*found.tokens, *tokenizer.after] == tokens and found.text == record["prompt"]
         assert [one.encode(record["prompt"]) for one in served] == [found.tokens] * 2
         assert served[0].encode_text(record["prompt"]) == served[1].encode_text(record["prompt"])
         assert served[0].decode(tokens) == served[1].decode(tokens)
     chats = [{"messages": chat[:-1]} for chat in CHATS]
-    for record, found in zip(
-        chats, read_prompts(write(tmp_path, chats), tokenizer=tokenizer, by_template=True), strict=True
-    ):
+    for record, found in zip(chats, read_prompts(write(tmp_path, chats), encoding=encoding), strict=True):
         expected = _tokenize(theirs, record["messages"], add_generation_prompt=True)["input_ids"]
         assert found.tokens == list(expected)
         assert found.text == theirs.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)

@@ -19,10 +19,10 @@ from tests.rl.rollout.test_runs import samples_of
 from ztk.config import ConfigError, Machine, compose, prepare_environment
 from ztk.core.policies.rollout import CorrectionName, RolloutEngineName, RolloutIdentity
 from ztk.core.runtime import Process
-from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.data import SubwordTokenizer
 from ztk.nn import Decoder
-from ztk.rl.align import ChatTemplate
-from ztk.rl.align.turns import Turns
+from ztk.rl.align import ChatTemplate, Encoding
+from ztk.rl.align.turns import tokens_between
 from ztk.rl.rollout import EnvironmentFault, Environments, Episode, Samples, load_function
 
 # Calls
@@ -156,25 +156,25 @@ STRIPS = PLAIN.replace(
 )
 
 
-def opened(tmp_path, *, template: str) -> tuple[Any, Turns]:
+def opened(tmp_path, *, template: str) -> tuple[Any, Encoding]:
     trained = train_tokenizer()
     tokenizer = SubwordTokenizer.open(save_tokenizer(trained, path=tmp_path / "tokenizer", template=template))
-    end = tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
-    return trained, Turns(tokenizer=tokenizer, by_template=True, ends=[end])
+    return trained, Encoding(tokenizer=tokenizer, by_template=True)
 
 
-def joined(turns: Turns, *, answers: list[str]) -> list[int]:
+def joined(encoding: Encoding, *, answers: list[str]) -> list[int]:
     """The tokens of a conversation in which each answer is followed by OBSERVED."""
-    said, tokens = list(ASKED), list(turns.begin(ASKED).tokens)
+    said, tokens, tokenizer = list(ASKED), list(encoding.prompt(ASKED).tokens), encoding.tokenizer
+    end = tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
     for answer in answers:
-        tokens += [*turns.tokenizer.read(answer).tokens, turns.ends[0]]
-        tokens += turns.between(said, observed=OBSERVED)
+        tokens += [*tokenizer.read(answer).tokens, end]
+        tokens += tokens_between(said, observed=OBSERVED, encoding=encoding)
         said += [{"role": "assistant", "content": answer}, *OBSERVED]
     return tokens
 
 
 def test_turns_have_the_tokens_of_the_whole_conversation_by_the_template(tmp_path):
-    trained, turns = opened(tmp_path, template=PLAIN)
+    trained, encoding = opened(tmp_path, template=PLAIN)
     said = [
         *ASKED,
         {"role": "assistant", "content": "4"},
@@ -183,26 +183,23 @@ def test_turns_have_the_tokens_of_the_whole_conversation_by_the_template(tmp_pat
         *OBSERVED,
     ]
     expected = trained.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert joined(turns, answers=["4", "yes"]) == expected
+    assert joined(encoding, answers=["4", "yes"]) == expected
 
 
 def test_drawn_tokens_stay_where_a_template_rewrites_earlier_answers(tmp_path):
-    trained, turns = opened(tmp_path, template=STRIPS)
+    trained, encoding = opened(tmp_path, template=STRIPS)
     said = [*ASKED, {"role": "assistant", "content": " 4"}, *OBSERVED]
     rewritten = trained.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False)
-    drawn = turns.begin(ASKED).tokens + turns.tokenizer.read(" 4").tokens
-    found = joined(turns, answers=[" 4"])
+    drawn = encoding.prompt(ASKED).tokens + encoding.tokenizer.read(" 4").tokens
+    found = joined(encoding, answers=[" 4"])
     assert found[: len(drawn)] == drawn and found != rewritten
     assert found[len(drawn) :] == rewritten[-(len(found) - len(drawn)) :]  # the rest is the template's
 
 
 def test_turns_of_bytes_are_lines_of_roles_or_texts():
-    turns = Turns(tokenizer=ByteTokenizer(), by_template=False, ends=[10])
-    assert (
-        bytes(turns.between(ASKED, observed=OBSERVED)).decode() == "<|tool|>\nfour\n<|user|>\nwell ?\n<|assistant|>\n"
-    )
-    assert bytes(turns.between("2+2=", observed="no: ")).decode() == "no: "
-    assert turns.answer(torch.tensor([52, 10])) == "4" == turns.answer(torch.tensor([52]))
+    between = bytes(tokens_between(ASKED, observed=OBSERVED, encoding=Encoding())).decode()
+    assert between == "<|tool|>\nfour\n<|user|>\nwell ?\n<|assistant|>\n"
+    assert bytes(tokens_between("2+2=", observed="no: ", encoding=Encoding())).decode() == "no: "
 
 
 # Runs

@@ -18,8 +18,8 @@ from ztk import checkpoint
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import StageName
 from ztk.core.runtime import Process
-from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align import ChatTemplate, Truncation, fitted, read_prompts
+from ztk.data import SubwordTokenizer
+from ztk.rl.align import ChatTemplate, Encoding, Truncation, fitted, read_prompts
 from ztk.rl.rollout import Samples
 
 SHAPE = (
@@ -155,7 +155,7 @@ def test_messages_are_written_as_sft_learns_them(tmp_path):
 def test_prompts_are_cut_at_either_end(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "abcdef"}\n\n{"prompt": "gh"}\n')
-    records = read_prompts([str(tmp_path)], tokenizer=ByteTokenizer())
+    records = read_prompts([str(tmp_path)], encoding=Encoding())
     for cut, kept in ((Truncation.left, b"def"), (Truncation.right, b"abc")):
         assert [bytes(record.tokens) for record in fitted(records, most=3, seq_len=5, cut=cut)] == [kept, b"gh"]
     with pytest.raises(ValueError, match="rollout.max_tokens=5 leaves no token for a prompt in data.seq_len=5"):

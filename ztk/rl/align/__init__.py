@@ -6,18 +6,17 @@ from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_
 from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
 from ztk.rl.align.distillation import DistillPolicy, distill_losses
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
+from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
 from ztk.rl.align.kto import KtoPolicy, kto_losses
 from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
-from ztk.rl.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.rl.align.records import (
-    ANSWER_END,
     Example,
     RecordFormat,
-    Text,
-    chat_prompt,
-    last_answer,
+    Truncation,
+    answer_end,
+    fitted,
     read_examples,
-    text_prompt,
+    read_prompts,
     without_rejected,
 )
 from ztk.rl.align.sequences import Packing, Sequences, segment_sums, token_logprobs
@@ -32,6 +31,7 @@ __all__ = [
     "DistillPolicy",
     "DpoLosses",
     "DpoPolicy",
+    "Encoding",
     "Example",
     "Frontier",
     "KtoPolicy",
@@ -40,15 +40,15 @@ __all__ = [
     "PairLogprobs",
     "PairwiseLosses",
     "PairwisePolicy",
+    "Part",
     "PolicyLoss",
-    "PromptRecord",
+    "Prompt",
     "RecordFormat",
     "Sequences",
     "Text",
     "TokenLoss",
     "Truncation",
     "answer_end",
-    "chat_prompt",
     "distill_losses",
     "divergence",
     "dpo_loss",
@@ -67,7 +67,6 @@ __all__ = [
     "read_examples",
     "read_prompts",
     "segment_sums",
-    "text_prompt",
     "token_logprobs",
     "token_weights",
     "value_loss",

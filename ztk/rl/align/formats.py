@@ -146,7 +146,7 @@ def _sharegpt(record: Record) -> dict[str, Any]:
 def _turns(turns: Any, *, system: Any = None) -> list[dict]:
     """Converts ShareGPT's turns, {"from": ..., "value": ...}, or messages under that name, to messages."""
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f'"conversations": {_shown(turns)} must be a list of turns')
+        raise ValueError(f'"conversations": {shown(turns)} must be a list of turns')
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     return [*messages, *(_turn(turn, number=number) for number, turn in enumerate(turns, start=1))]
 
@@ -158,7 +158,7 @@ def _turn(turn: Any, *, number: int = 1) -> dict:
     role = _SPEAKERS.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None or not isinstance(turn.get("value"), str):
         known = ", ".join(_SPEAKERS)
-        raise ValueError(f'turn {number}: {_shown(turn)} must be {{"from": ..., "value": ...}} from one of {known}')
+        raise ValueError(f'turn {number}: {shown(turn)} must be {{"from": ..., "value": ...}} from one of {known}')
     if isinstance(speaker, str) and speaker.lower() == "function_call":
         call = _parsed(turn["value"], key="value")
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
@@ -169,7 +169,7 @@ def _alpaca_prompt(record: Record) -> list[dict]:
     """Returns the instruction with its input, as a user's message."""
     parts = [record["instruction"], record.get("input") or ""]
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f'"instruction": {_shown(parts[0])} and "input": {_shown(parts[1])} must be texts')
+        raise ValueError(f'"instruction": {shown(parts[0])} and "input": {shown(parts[1])} must be texts')
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     earlier = [
         {"role": role, "content": text}
@@ -185,7 +185,7 @@ def _history(pairs: Any) -> list[list[str]]:
     """Returns earlier questions with their answers, checked."""
     is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not is_list or not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise ValueError(f'"history": {_shown(pairs)} must be a list of [question, answer]')
+        raise ValueError(f'"history": {shown(pairs)} must be a list of [question, answer]')
     return pairs
 
 
@@ -248,7 +248,7 @@ def _hh_messages(text: str, *, key: str) -> list[dict]:
         {"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)
     ]
     if len(messages) < 2:
-        raise ValueError(f'"{key}": {_shown(text)} must have a turn of Human and one of Assistant')
+        raise ValueError(f'"{key}": {shown(text)} must have a turn of Human and one of Assistant')
     return messages
 
 
@@ -421,6 +421,7 @@ _FORMATS = (
 )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns a value of a record for an error, of 80 letters at most."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

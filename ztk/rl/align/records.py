@@ -1,15 +1,8 @@
-"""Records of chats and preferences: JSON lines, checked before training.
+"""Records of chats, preferences and prompts: rows of files, all checked before training, with faults reported together.
 
 A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, optionally with "margin" for reward models. A chat is {"messages":
 [{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. `formats` converts other known
-formats to these. Text is tokenised as UTF-8 bytes, with a stop byte at the end of an answer, or by a tokenizer, with its end token or the
-end of its chat template. A policy thus learns to end its answers.
-
-[Note: One text] The parts of a record are joined and tokenised once, as in transformers and TRL. The tokens that the tokenizer prepends
-to a text, such as <s>, are added, unless a chat template wrote the text, which writes them itself. Learnt tokens are determined by
-characters: a token belongs to an answer if one of its characters does. A token across the border of prompt and answer is thus learnt: in
-"hello wor" and "ld you", the learnt tokens are "world" and "you". A text's first token is never learnt, because nothing predicts it. A
-prompt to be answered is tokenised in the same way, without the tokens that the tokenizer appends to a text, because the answer follows.
+formats to these.
 """
 
 import math
@@ -17,18 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+from ztk.data import ByteTokenizer
+from ztk.data.rows import files_of, read_rows
+from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, checked
+from ztk.rl.align.formats import PROMPTS, shown, unified
+from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 
-from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rl.align.formats import unified
-from ztk.rl.align.lines import read_records
-from ztk.rl.align.templates import ChatTemplate
-
-ANSWER_END = ord("\n")  # ends an answer, unless data.stop is set
-ROLES = ("system", "user", "assistant", "tool")
+_MAX_FAULTS = 10
+R = TypeVar("R")
 
 
 class RecordFormat(StrEnum):
@@ -38,105 +29,11 @@ class RecordFormat(StrEnum):
     preferences = "preferences"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """A text. ends: the end of an answer follows, which is learnt if the text is."""
+class Truncation(StrEnum):
+    """The part of a too long prompt to drop."""
 
-    text: str
-    is_answer: bool = False
-    ends: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Encoding:
-    """end: the text that ends an answer. reserved: a byte that answers must not contain, if any. template: of messages; `_rendered` by
-    default.
-    """
-
-    tokenizer: ByteTokenizer | SubwordTokenizer
-    end: str
-    reserved: int | None
-    dtype: torch.dtype
-    template: Callable[[], ChatTemplate] | None = None
-
-    @staticmethod
-    def of(*, stop: int | None, tokenizer: SubwordTokenizer | None, by_template: bool) -> "_Encoding":
-        if tokenizer is None:
-            assert stop is not None, "answers have an end"
-            return _Encoding(tokenizer=ByteTokenizer(), end=chr(stop), reserved=stop, dtype=torch.uint8)
-        assert stop is None, "answers have one end"
-        template = partial(ChatTemplate.open, tokenizer.folder) if by_template else None
-        return _Encoding(
-            tokenizer=tokenizer, end=tokenizer.end_text, reserved=None, dtype=torch.int32, template=template
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """tokens: uint8 [n], or int32 [n] of a tokenizer. answer: whether to learn the token, bool [n]."""
-
-    tokens: Tensor
-    answer: Tensor
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def last_answer(self) -> slice:
-        """The positions of the last answer, including its end, of a text with an answer."""
-        return last_answer(self.answer)
-
-    @staticmethod
-    def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
-        """Makes a text from (text, whether it is an answer), in order, as bytes. `stop` ends every answer."""
-        named = [_Part(text=text, is_answer=is_answer, ends=is_answer) for text, is_answer in parts]
-        return _text(named, encoding=_Encoding.of(stop=stop, tokenizer=None, by_template=False))
-
-
-def last_answer(counts: Tensor) -> slice:
-    """Returns the last run of tokens that count, of bool [n] with at least one."""
-    end = int(counts.nonzero()[-1]) + 1
-    before = (~counts[:end]).nonzero()
-    return slice(int(before[-1]) + 1 if len(before) else 0, end)
-
-
-def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
-    """Joins the parts and tokenises them once; see [Note: One text]."""
-    after = encoding.tokenizer.after
-    ends_itself = after[:1] == (encoding.tokenizer.end,)  # the tokenizer appends the end of an answer to every text
-    text, answers = "", []
-    for number, part in enumerate(parts, start=1):
-        first = len(text)
-        text += part.text
-        if part.ends and encoding.reserved is None:
-            text = text.removesuffix(encoding.end)  # an answer that includes its end keeps it, as in TRL
-        if part.ends and not (ends_itself and number == len(parts)):
-            text += encoding.end
-        if part.is_answer:
-            answers.append((first, len(text)))
-    return _tokenised(text, answers=answers, encoding=encoding)
-
-
-def _tokenised(
-    text: str, *, answers: Sequence[tuple[int, int]], encoding: _Encoding, is_rendered: bool = False
-) -> Text:
-    """Tokenises a text. answers: positions in `text`. is_rendered: a chat template wrote the text with all special tokens."""
-    found = encoding.tokenizer.read(text)
-    tokens, learnt = list(found.tokens), [_overlaps(span, answers) for span in found.spans]
-    if not is_rendered:
-        begin, after = encoding.tokenizer.begin, encoding.tokenizer.after
-        tokens = [*begin, *tokens, *after]
-        ends = bool(answers) and answers[-1][1] == len(text)
-        learnt = [*[False] * len(begin), *learnt, *[ends] * len(after)]
-    if learnt:
-        learnt[0] = False
-    return Text(tokens=torch.tensor(tokens, dtype=encoding.dtype), answer=torch.tensor(learnt, dtype=torch.bool))
-
-
-def _overlaps(span: tuple[int, int], answers: Sequence[tuple[int, int]]) -> bool:
-    """Returns whether a token has a character of an answer. A token without characters belongs to the following ones."""
-    first, last = span[0], max(span[1], span[0] + 1)
-    return any(first < stop and start < last for start, stop in answers)
+    left = "left"  # its beginning
+    right = "right"  # its end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,23 +52,19 @@ def read_examples(
     *,
     record_format: RecordFormat,
     seq_len: int | None,
-    stop: int | None = None,
-    tokenizer: SubwordTokenizer | None = None,
-    by_template: bool = False,
+    encoding: Encoding,
     fields: Mapping[str, str] | None = None,
     labelled: bool = False,
 ) -> list[Example]:
     """Returns the rows of all files.
 
-    paths: files, globs, or folders. seq_len: longest text in tokens, or None for no limit. stop: the byte that ends answers of bytes.
-    tokenizer: of the texts, or None for bytes. by_template: formats messages with the chat template of the tokenizer's folder, which is
-    read if there are any. fields: ztk's names -> the data's. labelled: allows preferences with one answer and a label.
+    paths: files, globs, or folders. seq_len: longest text in tokens, or None for no limit. fields: ztk's names -> the data's. labelled:
+    allows preferences with one answer and a label.
 
     Raises:
         ValueError: invalid or too long lines, each with file, line and fix; or no records.
         ChatTemplateError: there are messages and no usable template.
     """
-    encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     options = {"record_format": record_format, "seq_len": seq_len, "encoding": encoding, "labelled": labelled}
     return read_records(paths, make=partial(_example, **options), fields=fields)
 
@@ -181,12 +74,131 @@ def without_rejected(examples: Sequence[Example]) -> list[Example]:
     return [example for example in examples if example.label is not False]
 
 
+def read_prompts(paths: Sequence[str], *, encoding: Encoding, fields: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Returns the rows of all files: {"prompt": text}, {"prompt": messages} or {"messages": messages} without the answer, or another
+    format of `formats`.
+
+    paths: files, globs, or folders. fields: ztk's names -> the data's.
+
+    Raises:
+        ValueError: invalid prompts, each with file, line and fix; or no prompts.
+        ChatTemplateError: there are messages and no usable template.
+    """
+    return read_records(paths, make=partial(_prompt_record, encoding=encoding), fields=fields)
+
+
+def answer_end(prompts: Sequence[Prompt], *, encoding: Encoding) -> int:
+    """Returns the token at which an answer ends. For chats it is the token that the template writes after an answer, if any.
+
+    Raises ValueError for texts mixed with chats, and ChatTemplateError.
+    """
+    tokenizer = encoding.tokenizer
+    if isinstance(tokenizer, ByteTokenizer):
+        return ANSWER_END
+    chats = [prompt for prompt in prompts if prompt.is_chat] if encoding.by_template else []
+    if not chats:
+        return tokenizer.end
+    if len(chats) < len(prompts):
+        raise ValueError(
+            "data.path: some prompts are texts and some are messages, whose answers end in different ways by the chat template: write all of "
+            "them as messages, or use data.chat_template=roles"
+        )
+    return tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
+
+
+def fitted(prompts: Sequence[Prompt], *, most: int, seq_len: int, cut: Truncation | None) -> list[Prompt]:
+    """Returns the prompts, each with at most `most` tokens, which leaves room for an answer in `seq_len`.
+
+    cut: the part of a longer prompt to drop. If omitted, longer prompts raise.
+
+    Raises ValueError for a prompt without a token, for one that is too long, and if there is no room for any.
+    """
+    answer = seq_len - most
+    if most < 1:
+        raise ValueError(
+            f"rollout.max_tokens={answer} leaves no token for a prompt in data.seq_len={seq_len}: use data.seq_len={2 * answer}"
+        )
+    shortest, longest = (bound(prompts, key=lambda prompt: len(prompt.tokens)) for bound in (min, max))
+    if not shortest.tokens:
+        raise ValueError(f"the prompt {shortest.text!r} has no token in data.tokenizer: give it a text")
+    length = len(longest.tokens)
+    if length > most and cut is None:
+        raise ValueError(
+            f"the prompt {longest.text[:40]!r}... of {length} tokens and rollout.max_tokens={answer} do not fit into "
+            f"data.seq_len={seq_len}: use data.seq_len={length + answer}, shorter prompts, or data.truncate_prompts=left, which drops "
+            "their beginnings"
+        )
+    part = slice(-most, None) if cut is Truncation.left else slice(most)
+    return [replace(prompt, tokens=prompt.tokens[part]) for prompt in prompts]
+
+
+def read_records(
+    paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R], fields: Mapping[str, str] | None = None
+) -> list[R]:
+    """Returns the records of all files.
+
+    paths: as for `ztk.data.rows.files_of`. make: converts a row's object, and raises ValueError for an invalid one. fields: ztk's names
+    -> the data's.
+
+    Raises:
+        ValueError: invalid rows, each with file and place, at most ten; or files without a record.
+        ChatTemplateError: raised by `make`; reported once instead of per row.
+    """
+    found: list[R] = []
+    faults: list[str] = []
+    for file in files_of(paths):
+        for row in read_rows(file):
+            try:
+                found.append(make(_renamed(_object(row.value), fields=fields or {})))
+            except ChatTemplateError:
+                raise
+            except ValueError as error:
+                faults.append(f"data.path={file}, {row.place}: {error}")
+            if len(faults) == _MAX_FAULTS:
+                raise ValueError("\n".join([*faults, "later lines were not read"]))
+    if faults:
+        raise ValueError("\n".join(faults))
+    if not found:
+        raise ValueError(f"data.path={', '.join(paths)}: there are no records; every line must be a JSON object")
+    return found
+
+
+def _renamed(record: Mapping[str, Any], *, fields: Mapping[str, str]) -> Mapping[str, Any]:
+    """Adds further names for fields of the record. Its own names are kept, because reward functions may use them."""
+    for name, own in fields.items():
+        if own not in record:
+            raise ValueError(
+                f"has no field {own!r} of data.fields={{{name}: {own}}}; its fields are {', '.join(record) or 'none'}"
+            )
+    return record if not fields else {**record, **{name: record[own] for name, own in fields.items()}}
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object, such as {...}")
+    return value
+
+
+def _prompt_record(record: Mapping[str, Any], *, encoding: Encoding) -> Prompt:
+    """Converts a record. Raises ValueError without the place."""
+    found = unified(record, purpose=PROMPTS)
+    prompt = found["prompt"]
+    if not (isinstance(prompt, str) and prompt) and not isinstance(prompt, list):
+        raise ValueError('must be an object with a text "prompt", or with "messages"')
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+        raise ValueError("the last message is an assistant's, and the policy is to write that one: leave it out")
+    written = encoding.prompt(prompt, tools=found.get("tools"))
+    return replace(written, record={**record, "prompt": prompt} if written.is_chat else record)
+
+
 def _example(
     record: Mapping[str, Any],
     *,
     record_format: RecordFormat,
     seq_len: int | None,
-    encoding: _Encoding,
+    encoding: Encoding,
     labelled: bool,
 ) -> Example:
     """Converts a record. Raises ValueError without the place."""
@@ -208,13 +220,13 @@ def _example(
     return example
 
 
-def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
+def _chat(record: Mapping[str, Any], *, encoding: Encoding) -> Example:
     if "messages" in record:
         messages = record["messages"]
         if encoding.template is not None:
-            text = _by_template(_checked(messages), encoding=encoding, last_only=False, tools=record.get("tools"))
+            text = _by_template(checked(messages), encoding=encoding, last_only=False, tools=record.get("tools"))
         else:
-            text = _text(_rendered(messages, encoding=encoding, tools=record.get("tools")), encoding=encoding)
+            text = encoding.text(encoding.lines(messages, tools=record.get("tools")))
         if not bool(text.answer.any()):
             raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
         return Example(texts=(text,))
@@ -230,7 +242,7 @@ def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     return Example(texts=(_answered(record, answer=answer, encoding=encoding),), label=label)
 
 
-def _labelled(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
+def _labelled(record: Mapping[str, Any], *, encoding: Encoding) -> Example:
     label = record["label"]
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise ValueError(f'"label": {label!r} must be true or false')
@@ -238,7 +250,7 @@ def _labelled(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     return Example(texts=(_answered(record, answer=answer, encoding=encoding),), label=bool(label))
 
 
-def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
+def _preference(record: Mapping[str, Any], *, encoding: Encoding) -> Example:
     answers = [_answer(record, key=key, encoding=encoding) for key in ("chosen", "rejected")]
     prompts = [record["prompt"], record.get("rejected_prompt", record["prompt"])]
     if answers[0] == answers[1] and prompts[0] == prompts[1]:
@@ -251,129 +263,35 @@ def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     return Example(texts=texts, margin=float(margin))
 
 
-def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) -> Text:
+def _answered(record: Mapping[str, Any], *, answer: str, encoding: Encoding) -> Text:
     """Makes a text of a record's prompt, and an answer to learn."""
     messages = record.get("prompt")
     if isinstance(messages, list) and encoding.template is not None:
-        chat = [*_checked(messages), {"role": "assistant", "content": answer}]
+        chat = [*checked(messages), {"role": "assistant", "content": answer}]
         return _by_template(chat, encoding=encoding, last_only=True, tools=record.get("tools"))
     prompt = _prompt(record, encoding=encoding)
-    return _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding)
+    return encoding.text([*prompt, Part(text=answer, is_answer=True, ends=True)])
 
 
-def _by_template(messages: list[dict], *, encoding: _Encoding, last_only: bool, tools: Any = None) -> Text:
-    assert encoding.template is not None
-    found = encoding.template().learnt(messages, last_only=last_only, tools=tools)
-    return _tokenised(found.text, answers=found.answers, encoding=encoding, is_rendered=True)
+def _by_template(messages: list[dict], *, encoding: Encoding, last_only: bool, tools: Any = None) -> Text:
+    assert encoding.template is not None, "asked before"
+    found = encoding.template.learnt(messages, last_only=last_only, tools=tools)
+    return encoding.tokenised(found.text, answers=found.answers, is_rendered=True)
 
 
-def _checked(messages: Any) -> list[dict]:
-    """Checks messages for a template, which may support other roles and contents than texts. Raises ValueError for invalid ones."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{_shown(messages)} must be a list of messages")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f'message {number}: {_shown(message)} must be {{"role": ..., "content": ...}}')
-    return messages
-
-
-def _prompt(record: Mapping[str, Any], *, encoding: _Encoding) -> list[_Part]:
+def _prompt(record: Mapping[str, Any], *, encoding: Encoding) -> list[Part]:
     prompt = record.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return [_Part(text=prompt)]
+        return [Part(text=prompt)]
     if isinstance(prompt, list):
-        rendered = _rendered(prompt, encoding=encoding, tools=record.get("tools"))
-        parts = [replace(part, is_answer=False) for part in rendered]
-        return [*parts, _Part(text=_header("assistant"))]
-    raise ValueError(f'"prompt": {_shown(prompt)} must be a text of a character or more, or a list of messages')
+        return encoding.asking(prompt, tools=record.get("tools"))
+    raise ValueError(f'"prompt": {shown(prompt)} must be a text of a character or more, or a list of messages')
 
 
-def _answer(record: Mapping[str, Any], *, key: str, encoding: _Encoding) -> str:
+def _answer(record: Mapping[str, Any], *, key: str, encoding: Encoding) -> str:
     text = record.get(key)
     if isinstance(text, list) and len(text) == 1 and isinstance(text[0], dict) and text[0].get("role") == "assistant":
         text = text[0].get("content")
     if not isinstance(text, str):
-        raise ValueError(f'"{key}": {_shown(text)} must be a text, or a list of one message of the role "assistant"')
-    return _without_stop(text, key=key, encoding=encoding)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """A text for a model to answer, including its special tokens."""
-
-    tokens: list[int]
-    text: str
-
-
-def text_prompt(text: str, *, tokenizer: ByteTokenizer | SubwordTokenizer) -> Prompt:
-    """Makes a prompt of one text. See [Note: One text]."""
-    return Prompt(tokens=[*tokenizer.begin, *tokenizer.read(text).tokens], text=text)
-
-
-def chat_prompt(
-    messages: Sequence[Mapping[str, str]],
-    *,
-    stop: int | None = None,
-    tokenizer: SubwordTokenizer | None = None,
-    by_template: bool = False,
-    tools: Sequence[Any] | None = None,
-) -> Prompt:
-    """Returns a conversation up to the beginning of the next answer, in the format of `task=sft`.
-
-    Options are as in `read_examples`. tools: offered by a chat template. Raises ValueError for invalid messages, and ChatTemplateError.
-    """
-    encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
-    if encoding.template is not None:
-        text = encoding.template().prompt(_checked(list(messages)), tools=tools)
-        return Prompt(tokens=encoding.tokenizer.read(text).tokens, text=text)
-    parts = _prompt({"prompt": list(messages), "tools": tools}, encoding=encoding)
-    text = "".join(part.text + encoding.end * part.ends for part in parts)
-    return text_prompt(text, tokenizer=encoding.tokenizer)
-
-
-def _rendered(messages: Any, *, encoding: _Encoding, tools: Any = None) -> list[_Part]:
-    """Formats messages as `<|role|>`, a line end, the content, and a line end.
-
-    After an assistant's content, the end of an answer replaces it.
-    """
-    if tools or (isinstance(messages, list) and any(isinstance(m, dict) and m.get("tool_calls") for m in messages)):
-        raise ValueError(
-            "has tools or calls of tools, which lines <|role|> cannot write: use data.tokenizer=FOLDER with a chat template that writes them"
-        )
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{_shown(messages)} must be a list of messages")
-    parts = []
-    for number, message in enumerate(messages, start=1):
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise ValueError(
-                f'message {number}: {_shown(message)} must be {{"role": ..., "content": ...}} with a role of {", ".join(ROLES)} and a text'
-            )
-        is_answer = message["role"] == "assistant"
-        text = message["content"]
-        parts.append(_Part(text=_header(message["role"])))
-        if is_answer:
-            parts.append(_Part(text=_without_stop(text, key="content", encoding=encoding), is_answer=True, ends=True))
-        else:
-            parts.append(_Part(text=f"{text}\n"))
-    return parts
-
-
-def _header(role: str) -> str:
-    return f"<|{role}|>\n"
-
-
-def _without_stop(text: str, *, key: str, encoding: _Encoding) -> str:
-    if encoding.reserved is not None and encoding.reserved in text.encode():
-        raise ValueError(
-            f'"{key}" contains the byte {encoding.reserved}, which ends an answer: use data.stop=3, or another byte that no answer contains'
-        )
-    return text
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise ValueError(f'"{key}": {shown(text)} must be a text, or a list of one message of the role "assistant"')
+    return encoding.without_stop(text, key=key)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from ztk.rl.align.turns import Said
+from ztk.rl.align.encoding import Said
 from ztk.rl.rollout.calls import Call, Calls, asked
 from ztk.rl.rollout.rewards import OWN_FIELDS, RewardError
 

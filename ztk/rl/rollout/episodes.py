@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ztk.rl.align.turns import Turns
+from ztk.rl.align import Encoding
+from ztk.rl.align.turns import tokens_between
 from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.environments import Environments, Episode
@@ -21,7 +22,7 @@ class EpisodePolicy:
     """
 
     rollout: RolloutPolicy
-    turns: Turns
+    encoding: Encoding
     max_turns: int
 
 
@@ -51,7 +52,9 @@ def play(
         check_finite(samples)
         limits -= samples.lengths - before
         own = [episodes[row] for row in active]
-        answers = [policy.turns.answer(samples.tokens[row, before[row] : samples.lengths[row]]) for row in active]
+        after = samples.lengths - samples.finished.long()  # without the tokens that end answers
+        decode = policy.encoding.tokenizer.decode
+        answers = [decode(samples.tokens[row, before[row] : after[row]]) for row in active]
         steps = environments.step(own, answers=answers)
         for row, episode, answer, step in zip(active, own, answers, steps, strict=True):
             new: list[int] = []
@@ -64,7 +67,8 @@ def play(
             else:
                 assert step.observation is not None, "the step was checked"
                 try:
-                    new = policy.turns.between(episode.said, observed=step.observation, tools=episode.tools)
+                    given = {"encoding": policy.encoding, "tools": episode.tools}
+                    new = tokens_between(episode.said, observed=step.observation, **given)
                 except ValueError as error:
                     raise environments.refused(episode, error=error) from None
                 if len(new) >= int(limits[row]):  # leaves no room for an answer
