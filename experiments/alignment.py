@@ -1,4 +1,4 @@
-"""The common parts of `task=sft`, `task=reward`, `task=dpo` and `task=distill`: steps, evaluation, checkpoints."""
+"""The program of `task=sft`, `task=reward`, `task=dpo` and `task=distill`: steps, evaluation, checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.best import Best
-from experiments.examples import Examples, ExampleStream, Step
-from experiments.pretrain import is_saved, load_past, open_interrupts, open_saver
+from experiments.examples import Examples, ExampleStream, Step, lengths_of
+from experiments.pretrain import build_reporter, is_saved, load_past, open_interrupts, open_saver
 from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
@@ -99,6 +99,54 @@ def resume(
     return (loaded.extra or {}) | {"first_step": engine.global_steps}, loaded
 
 
+def run_examples(
+    config: Config,
+    *,
+    engine: Engine,
+    examples: ExampleStream,
+    train_step: Callable[[Step], Measured],
+    evaluate: Callable[[], dict[str, float]],
+    stream: Steps | None = None,
+    begin: Callable[[checkpoint.LoadReport | None], None] = lambda loaded: None,
+    state: Callable[[], Mapping[str, Any]] = dict,
+    describe: Callable[[Mapping[str, float], Mapping[str, float]], list[str]] | None = None,
+    parameters: int | None = None,
+) -> dict[str, float]:
+    """Continues from `checkpoint.resume`, trains, evaluates before and after, and closes the engine. Returns the last evaluation.
+
+    stream: defaults to `examples`. begin: called with the report of a loaded checkpoint, or None. state: as in `train`. describe: returns
+    lines about both evaluations, `changes` by default. parameters: as in `build_reporter`.
+    """
+    past, loaded = resume(config, engine=engine, stream=examples)
+    begin(loaded)
+    with build_reporter(config, engine=engine, past=past, parameters=parameters) as reporter:
+        reporter.say(lengths_of(examples.examples))
+        before = evaluate()
+        train(
+            config,
+            engine=engine,
+            stream=stream or examples,
+            reporter=reporter,
+            train_step=train_step,
+            evaluate=evaluate,
+            best=Best.of(config, loaded=loaded),
+            state=state,
+        )
+        after = evaluate()
+        reporter.finish(**after)
+        for line in (describe or changes)(before, after):
+            reporter.say(line)
+    engine.close()
+    return after
+
+
+def changes(before: Mapping[str, float], after: Mapping[str, float], *, unit: str = "") -> list[str]:
+    """Describes every value of the evaluations."""
+    return [
+        f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after{unit}" for name, value in after.items()
+    ]
+
+
 def train(
     config: Config,
     *,
@@ -175,8 +223,14 @@ def train_pairs(engine: Engine, *, step: Step, forward: PairForward) -> Measured
     return Measured(loss=loss, sums=_added(sums, engine=engine))
 
 
-def evaluate_pairs(engine: Engine, *, step: Step, forward: PairForward) -> dict[str, float]:
-    """Returns the loss over held-out pairs as `validation_loss`, and the means of the sums of `forward`. A collective call."""
+def evaluate_pairs(engine: Engine, *, stream: ExampleStream, forward: PairForward) -> dict[str, float]:
+    """Returns the loss over held-out pairs as `validation_loss`, and the means of the sums of `forward`; empty if there are none.
+
+    A collective call.
+    """
+    step = stream.held_out()
+    if step is None:
+        return {}
     sums: list[dict[str, Tensor]] = []
     with engine.evaluating():
         engine.compute(_pair_batches(step, forward=forward, sums=sums, counts_loss=True))

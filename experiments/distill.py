@@ -14,18 +14,15 @@ from experiments.alignment import (
     evaluate_pairs,
     load_weights,
     open_stream,
-    resume,
+    run_examples,
     start_from,
-    train,
     train_pairs,
 )
 from experiments.answers import Answers
-from experiments.best import Best
 from experiments.drawn_answers import DistillStream
-from experiments.examples import MicroBatch, Step, lengths_of
+from experiments.examples import MicroBatch, Step
 from experiments.models import build
 from experiments.packing import packs_examples
-from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from ztk.config import Config, config_with
 from ztk.core.runtime import Process
@@ -48,36 +45,21 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     teacher = open_teacher(config, process=process)
     examples.packs = packs_examples(config, policy=engine, reference=teacher)
     stream = DistillStream(config, stream=examples, student=engine, teacher=teacher)
-    past, loaded = resume(config, engine=engine, stream=examples)
     forward = partial(forward_of, engine, teacher=teacher, policy=policy_of(config))
-    with build_reporter(config, engine=engine, past=past) as reporter:
-        reporter.say(lengths_of(examples.examples))
-        answers = Answers(config, engine=engine, reference=teacher, packs=examples.packs)
+    answers = Answers(config, engine=engine, reference=teacher, packs=examples.packs)
 
-        def train_step(step: Step) -> Measured:
-            found = train_pairs(engine, step=step, forward=forward)
-            return replace(found, sums=counts_of(step, is_own=stream.is_own, device=process.device))
+    def train_step(step: Step) -> Measured:
+        found = train_pairs(engine, step=step, forward=forward)
+        return replace(found, sums=counts_of(step, is_own=stream.is_own, device=process.device))
 
-        def evaluate() -> dict[str, float]:
-            step = examples.held_out()
-            found = {} if step is None else evaluate_pairs(engine, step=step, forward=forward)
-            return found | answers.measure()
-
-        before = evaluate()
-        train(
-            config,
-            engine=engine,
-            stream=stream,
-            reporter=reporter,
-            train_step=train_step,
-            evaluate=evaluate,
-            best=Best.of(config, loaded=loaded),
-        )
-        after = evaluate()
-        reporter.finish(**after)
-        for name, value in after.items():
-            reporter.say(f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after")
-    engine.close()
+    after = run_examples(
+        config,
+        engine=engine,
+        examples=examples,
+        stream=stream,
+        train_step=train_step,
+        evaluate=lambda: evaluate_pairs(engine, stream=examples, forward=forward) | answers.measure(),
+    )
     teacher.close()
     return after
 

@@ -8,27 +8,22 @@ from torch import Tensor
 
 from experiments import policies
 from experiments.alignment import (
-    Measured,
     PairForward,
     evaluate_pairs,
     open_stream,
-    resume,
+    run_examples,
     start_from,
-    train,
     train_pairs,
 )
 from experiments.answers import Answers
-from experiments.best import Best
-from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.examples import ExampleStream, Step
 from experiments.kto import KtoForward
 from experiments.models import Values, build, warm_start
 from experiments.packing import packs_examples
-from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from experiments.reference import (
     FrozenReference,
     LoraOffReference,
-    NoReference,
     PrecomputedReference,
     Reference,
     pair_forward,
@@ -56,40 +51,17 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     start_from(config, engine=engine)
     reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
     stream.packs = packs_examples(config, policy=engine, reference=reference.engine)
-    past, loaded = resume(config, engine=engine, stream=stream)
-    if loaded is None:
-        reference.begin()
-    else:
-        reference.resume(loaded)
-    with build_reporter(config, engine=engine, past=past) as reporter:
-        reporter.say(lengths_of(stream.examples))
-        forward = forward_of(config, engine=engine, reference=reference)
-        answers = Answers(config, engine=engine, reference=reference.engine, packs=stream.packs)
-
-        def train_step(step: Step) -> Measured:
-            return train_pairs(engine, step=step, forward=forward)
-
-        def evaluate() -> dict[str, float]:
-            step = stream.held_out()
-            found = {} if step is None else evaluate_pairs(engine, step=step, forward=forward)
-            return found | answers.measure()
-
-        before = evaluate()
-        train(
-            config,
-            engine=engine,
-            stream=stream,
-            reporter=reporter,
-            train_step=train_step,
-            evaluate=evaluate,
-            best=Best.of(config, loaded=loaded),
-            state=reference.state_dict,
-        )
-        after = evaluate()
-        reporter.finish(**after)
-        for name, value in after.items():
-            reporter.say(f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after")
-    engine.close()
+    forward = forward_of(config, engine=engine, reference=reference)
+    answers = Answers(config, engine=engine, reference=reference.engine, packs=stream.packs)
+    after = run_examples(
+        config,
+        engine=engine,
+        examples=stream,
+        train_step=lambda step: train_pairs(engine, step=step, forward=forward),
+        evaluate=lambda: evaluate_pairs(engine, stream=stream, forward=forward) | answers.measure(),
+        begin=lambda loaded: reference.begin() if loaded is None else reference.resume(loaded),
+        state=reference.state_dict,
+    )
     reference.close()
     return after
 
@@ -102,7 +74,7 @@ def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, fir
         return LoraOffReference(engine)
     if config.dpo.reference == "precomputed":
         return PrecomputedReference(config, policy=engine, stream=stream)
-    return NoReference()
+    return Reference()
 
 
 def forward_of(config: Config, *, engine: Engine, reference: Reference) -> PairForward:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,24 @@ class BaseModel:
             yield
 
 
-class Reference(Protocol):
-    """Provides reference log-probabilities. engine: computes them for any text; None if nothing does."""
+def build_frozen(config: Config, *, process: Process, first_values: Values | None) -> Engine:
+    """Builds the policy before its first step, which never trains.
 
-    @property
-    def engine(self) -> Engine | BaseModel | None: ...
+    New adapters have no effect, so it is the base alone; adapters of `warm_start.path` belong to it.
+    """
+    options = {"is_trained": False, "has_adapters": reference_has_adapters(config), "strategy": config.reference}
+    engine = build(config, process=process, values=first_values, **options)
+    start_from(config, engine=engine)
+    return engine
+
+
+class Reference:
+    """dpo.reference=none, and the interface of the others, which provide log-probabilities.
+
+    engine: computes them for any text; None if nothing does.
+    """
+
+    engine: Engine | BaseModel | None = None
 
     def begin(self) -> None:
         """Starts a new run, before the policy's first step. A collective call."""
@@ -67,9 +80,14 @@ class Reference(Protocol):
 
     def of(self, step: Step, *, index: int) -> PairLogprobs | None:
         """Returns the log-probabilities of micro-batch `index`, without gradients, or None without a reference."""
+        if self.engine is None:
+            return None
+        with self.engine.evaluating():
+            return pair_logprobs(self.engine, step=step, index=index)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the reference's part of a policy's checkpoint."""
+        return {}
 
     def close(self) -> None:
         """Closes engines."""
@@ -135,42 +153,15 @@ def text_forward(
     return layout, logprobs_of
 
 
-class NoReference:
-    """dpo.reference=none."""
-
-    engine = None
-
-    def begin(self) -> None: ...
-
-    def resume(self, loaded: checkpoint.LoadReport) -> None: ...
-
-    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
-        return None
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def close(self) -> None: ...
-
-
-class FrozenReference:
-    """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once.
-
-    New adapters have no effect, so the reference is the base alone, whose weights are in `model.path` and need no checkpoint. Adapters of
-    `warm_start.path` belong to the reference.
+class FrozenReference(Reference):
+    """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once, unless its
+    weights are those of `model.path`.
     """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
         is_base = config.lora.rank > 0 and not reference_has_adapters(config)
         self._is_saved_elsewhere = is_base and policies.trained_only(config)
-        options = {
-            "values": first_values,
-            "is_trained": False,
-            "has_adapters": not is_base,
-            "strategy": config.reference,
-        }
-        self.engine: Engine = build(config, process=process, **options)
-        start_from(config, engine=self.engine)
+        self.engine: Engine = build_frozen(config, process=process, first_values=first_values)
         saves = config.checkpoint.saves and not self._is_saved_elsewhere
         self._folder = RunFolder(config.output_dir).path / FOLDER if saves else None
 
@@ -189,43 +180,21 @@ class FrozenReference:
         if self._folder is not None and self._folder.resolve() != source.resolve():
             self.begin()
 
-    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
-        with self.engine.evaluating():
-            return pair_logprobs(self.engine, step=step, index=index)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
     def close(self) -> None:
         self.engine.close()
 
 
-class LoraOffReference:
+class LoraOffReference(Reference):
     """dpo.reference=lora_off: the policy's own frozen base, in a second forward."""
 
     def __init__(self, policy: Engine) -> None:
         self.engine = BaseModel(policy)
 
-    def begin(self) -> None: ...
 
-    def resume(self, loaded: checkpoint.LoadReport) -> None: ...
-
-    def of(self, step: Step, *, index: int) -> PairLogprobs | None:
-        with self.engine.evaluating():
-            return pair_logprobs(self.engine, step=step, index=index)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def close(self) -> None: ...
-
-
-class PrecomputedReference:
+class PrecomputedReference(Reference):
     """dpo.reference=precomputed: the log-probabilities of all examples of the run, float32 [examples, 2], computed with the policy
     itself.
     """
-
-    engine = None
 
     def __init__(self, config: Config, *, policy: Engine, stream: ExampleStream) -> None:
         self._policy, self._stream, self._batch = policy, stream, config.train.global_batch_size
@@ -286,5 +255,3 @@ class PrecomputedReference:
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"reference": self._table.tolist(), "reference_numbering": self._stream.examples.numbering}
-
-    def close(self) -> None: ...

@@ -1,18 +1,16 @@
 """Trains a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from experiments import policies
-from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
-from experiments.best import Best
-from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.alignment import evaluate_pairs, open_stream, run_examples, start_from, train_pairs
+from experiments.examples import Step
 from experiments.models import build
 from experiments.packing import packs_examples
-from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from ztk.config import Config
 from ztk.core.runtime import Process
@@ -33,34 +31,24 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
     start_from(config, engine=engine, body_only=True)
     stream.packs = packs_examples(config, policy=engine)
-    past, loaded = resume(config, engine=engine, stream=stream)
     forward = partial(forward_of, engine, policy=policy_of(config))
-    with build_reporter(config, engine=engine, past=past, parameters=engine.num_parameters) as reporter:
-        reporter.say(lengths_of(stream.examples))
+    return run_examples(
+        config,
+        engine=engine,
+        examples=stream,
+        train_step=lambda step: train_pairs(engine, step=step, forward=forward),
+        evaluate=lambda: evaluate_pairs(engine, stream=stream, forward=forward),
+        describe=described,
+        parameters=engine.num_parameters,
+    )
 
-        def train_step(step: Step) -> Measured:
-            return train_pairs(engine, step=step, forward=forward)
 
-        def evaluate() -> dict[str, float]:
-            return evaluated(engine, stream=stream, policy=policy_of(config))
-
-        before = evaluate()
-        train(
-            config,
-            engine=engine,
-            stream=stream,
-            reporter=reporter,
-            train_step=train_step,
-            evaluate=evaluate,
-            best=Best.of(config, loaded=loaded),
-        )
-        after = evaluate()
-        reporter.finish(**after)
-        if after:
-            was, now = before["validation_accuracy"], after["validation_accuracy"]
-            reporter.say(f"the chosen answer of held-out pairs has the larger value: {was:.1%} before, {now:.1%} after")
-    engine.close()
-    return after
+def described(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
+    """Describes the accuracy, for the screen."""
+    if not after:
+        return []
+    was, now = before["validation_accuracy"], after["validation_accuracy"]
+    return [f"the chosen answer of held-out pairs has the larger value: {was:.1%} before, {now:.1%} after"]
 
 
 def policy_of(config: Config) -> PairwisePolicy:
@@ -88,9 +76,3 @@ def forward_of(
         return found.losses.sum() / step.num_examples, sums
 
     return layout, losses_of
-
-
-def evaluated(engine: Engine, *, stream: ExampleStream, policy: PairwisePolicy) -> dict[str, float]:
-    """Returns loss, accuracy, margin and value over the held-out pairs; empty if there are none. A collective call."""
-    step = stream.held_out()
-    return {} if step is None else evaluate_pairs(engine, step=step, forward=partial(forward_of, engine, policy=policy))

@@ -12,10 +12,9 @@ from experiments.learned_reward import open_reward_model
 from experiments.models import Values, build
 from experiments.packing import can_pack_all, pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
-from experiments.reference import BaseModel
+from experiments.reference import BaseModel, build_frozen
 from experiments.text_reward import TextReward
 from ztk.config import Config, is_text_model, open_environments
-from ztk.config.adapters import reference_has_adapters
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
@@ -207,17 +206,7 @@ def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
 
 
 def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
-    """Opens the reference of `kl.reference`.
-
-    New adapters have no effect, so it is the base alone; adapters of `warm_start.path` belong to it.
-    """
+    """Opens the reference of `kl.reference`."""
     if config.kl.reference == "frozen":
-        options = {
-            "is_trained": False,
-            "has_adapters": reference_has_adapters(config),
-            "strategy": config.reference,
-        }
-        reference = build(config, process=actor.process, values=first_values, **options)
-        start_from(config, engine=reference)
-        return reference
+        return build_frozen(config, process=actor.process, first_values=first_values)
     return BaseModel(actor) if config.kl.reference == "lora_off" else None

@@ -1,12 +1,13 @@
 """Supervised fine-tuning on the answers of records, with prompts masked: the program of every rank of `task=sft`."""
 
+from functools import partial
+
 from torch import Tensor
 
-from experiments.alignment import Measured, open_stream, resume, start_from, train
-from experiments.best import Best
-from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.alignment import Measured, changes, open_stream, run_examples, start_from
+from experiments.examples import ExampleStream, Step
 from experiments.packing import packs_examples
-from experiments.pretrain import build_engine, build_reporter
+from experiments.pretrain import build_engine
 from experiments.ranks import started
 from ztk.config import Config
 from ztk.core.runtime import Process
@@ -26,31 +27,14 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
     stream.packs = packs_examples(config, policy=engine)
-    past, loaded = resume(config, engine=engine, stream=stream)
-    with build_reporter(config, engine=engine, past=past) as reporter:
-        reporter.say(lengths_of(stream.examples))
-
-        def train_step(step: Step) -> Measured:
-            return Measured(loss=engine.train_batch(micro_batches(step, engine=engine)))
-
-        before = evaluate(engine, stream=stream)
-        train(
-            config,
-            engine=engine,
-            stream=stream,
-            reporter=reporter,
-            train_step=train_step,
-            evaluate=lambda: evaluate(engine, stream=stream),
-            best=Best.of(config, loaded=loaded),
-        )
-        after = evaluate(engine, stream=stream)
-        reporter.finish(**after)
-        for name, value in after.items():
-            reporter.say(
-                f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after (nats per answer token)"
-            )
-    engine.close()
-    return after
+    return run_examples(
+        config,
+        engine=engine,
+        examples=stream,
+        train_step=lambda step: Measured(loss=engine.train_batch(micro_batches(step, engine=engine))),
+        evaluate=lambda: evaluate(engine, stream=stream),
+        describe=partial(changes, unit=" (nats per answer token)"),
+    )
 
 
 def evaluate(engine: Engine, *, stream: ExampleStream) -> dict[str, float]:
