@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from experiments.best import Best
 from experiments.examples import Examples, ExampleStream, Step, lengths_of
-from experiments.pretrain import build_reporter, is_saved, load_past, open_interrupts, open_saver
+from experiments.pretrain import build_reporter, is_saved, load_past, open_saver
 from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
@@ -21,6 +22,7 @@ from ztk.parallel.pipeline import MicroBatch
 from ztk.report import Reporter
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
+from ztk.train.loop import Loop
 
 BODY = ("embedding.*", "blocks.*", "norm.*")  # all parameters of ztk's decoder except the output layer
 
@@ -160,43 +162,32 @@ def train(
 ) -> None:
     """Runs optimizer steps up to `train.steps`, with evaluations and checkpoints, or until `train.patience` ends the run.
 
-    state: returns the content of a checkpoint in addition to the position of the stream. Raises Interrupted after the step in which a
-    signal arrived; that step is saved, unless the run saves nothing.
+    state: returns the content of a checkpoint in addition to the position of the stream. Raises Interrupted as `Loop.run`.
     """
-    settings = config.train
-    with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
-        for number in range(engine.global_steps + 1, settings.steps + 1):
-            step = stream.next_step()
-            seed_dropout(config, process=engine.process, step=number)
-            found = train_step(step)
-            interrupted = interrupts.are_pending()
-            saves = saver is not None and (interrupted or is_saved(config, number))
-            is_regular = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
-            is_due = is_regular or (saves and bool(config.checkpoint.keep_best))
-            has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
-            measured = means(found.sums, step=step, engine=engine) if has_row else {}
-            is_evaluated = is_due and not interrupted
-            if is_evaluated:
-                with reporter.aside():
-                    measured |= evaluate()
-                interrupted = interrupts.are_pending()
-                saves = saves or (saver is not None and interrupted)
-            judged = measured if is_evaluated else {}
-            ended_by = best.reason_to_end(judged) if is_regular and not interrupted else None
-            saves = saves or (saver is not None and ended_by is not None)
-            read = {"metrics": engine.read_metrics, "module_metrics": engine.read_module_metrics}
-            reporter.step(loss=found.loss, tokens=step.num_tokens, row=saves, **read, **measured)
-            if saves:
-                with reporter.aside():
-                    assert saver is not None
-                    states = stream.state_dict() | dict(state()) | {"best": best.state_dict()}
-                    metric = best.metric(judged) if judged and config.checkpoint.keep_best else None
-                    saver.save(data_state=states, extra=reporter.past(), metric=metric)
-            if interrupted:
-                interrupts.stop()
-            if ended_by is not None:
-                reporter.say(f"ends after step {number}: {ended_by}")
-                break
+
+    def run_step(number: int) -> Tensor:
+        step = stream.next_step()
+        seed_dropout(config, process=engine.process, step=number)
+        found = train_step(step)
+        loop.tokens, loop.row_values = step.num_tokens, partial(means, found.sums, step=step, engine=engine)
+        return found.loss
+
+    with open_saver(config, engine=engine) as saver:
+        loop = Loop(
+            engine,
+            train_step=run_step,
+            steps=config.train.steps,
+            evaluate=evaluate,
+            eval_every=config.train.eval_every or 0,
+            reporter=reporter,
+            saver=saver,
+            saves=partial(is_saved, config),
+            metric=best.metric if config.checkpoint.keep_best else None,
+            state=lambda: {**stream.state_dict(), **state(), "best": best.state_dict()},
+            callbacks=[best],
+        )
+        if (ended_by := loop.run()) is not None:
+            reporter.say(f"ends after step {loop.step}: {ended_by}")
 
 
 def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ztk import checkpoint
 from ztk.config import Config
+from ztk.train.loop import Loop
 
 
 class Best:
@@ -58,6 +59,11 @@ class Best:
         if math.isinf(self._best):
             return f"train.patience={self._patience}: {self._name} was not finite in {self._misses} evaluations"
         return f"train.patience={self._patience}: {self._name} was best at {self._sign * self._best:.6g}, {self._misses} evaluations ago"
+
+    def after_evaluation(self, loop: Loop, *, loss: float) -> None:
+        """Ends the loop after `train.patience` regular evaluations without a better value."""
+        if loop.is_regular:
+            loop.ended_by = self.reason_to_end(loop.measured)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a JSON value, the same on all ranks."""

@@ -4,7 +4,7 @@ This program does not depend on where parameters, gradients and optimizer states
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ztk.config import Config, is_own
 from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
-from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.part import InitialValues
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.hf.causal import open_causal
@@ -65,9 +64,15 @@ def run(config: Config, *, process: Process) -> None:
         if isinstance(corpus, TokenCorpus):
             reporter.say("\n".join(corpus.describe()))
         with open_saver(config, engine=engine) as saver:
+
+            def run_step(step: int) -> Tensor:
+                if saver is not None and config.checkpoint.every:
+                    loop.row_values = lambda: {"checkpoint.stall_seconds": saver.stall_seconds}
+                return train_step(config, step, engine=engine, stream=stream)
+
             loop = Loop(
                 engine,
-                train_step=partial(train_step, config, engine=engine, stream=stream),
+                train_step=run_step,
                 steps=steps,
                 tokens=config.train.global_batch_size * (config.data.seq_len or 1),
                 evaluate=partial(evaluate_weights, config, engine=engine, batches=held_out) if held_out else None,
@@ -75,8 +80,7 @@ def run(config: Config, *, process: Process) -> None:
                 reporter=reporter,
                 saver=saver,
                 saves=partial(is_saved, config),
-                judges_saves=bool(config.checkpoint.keep_best),
-                shows_stalls=bool(config.checkpoint.every),
+                metric=finite_loss if config.checkpoint.keep_best else None,
                 state=stream.state_dict,
                 callbacks=[limits, *own_callbacks(config)],
             )
@@ -198,6 +202,12 @@ def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
 
 
+def finite_loss(values: Mapping[str, Any]) -> float | None:
+    """Returns the validation loss of a row, or None if it is not finite."""
+    loss = values["validation_loss"]
+    return loss if math.isfinite(loss) else None
+
+
 def evaluate_weights(config: Config, *, engine: Engine, batches: Sequence[Batch]) -> float:
     """Runs `evaluate` with the weights of `train.evaluate`."""
     with evaluated_weights(config, engine=engine):
@@ -310,11 +320,6 @@ def is_saved(config: Config, step: int, ends: bool = False) -> bool:
     """Returns whether to save `step`. ends: the run ends after it for another reason than `train.steps`."""
     every, last = config.checkpoint.every, config.checkpoint.last
     return bool((every and (ends or step % every == 0)) or (last and (ends or step == config.train.steps)))
-
-
-def open_interrupts(config: Config, *, process: Process) -> Interrupts:
-    """Returns the signal handling. If the run saves nothing, a signal ends it immediately."""
-    return Interrupts(process, is_active=config.checkpoint.saves)
 
 
 def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[checkpoint.Saver | None]:

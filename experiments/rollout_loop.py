@@ -1,8 +1,9 @@
 """A run of `task=grpo` or `task=ppo`: rollout, update, report, checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from experiments.completions import Completions, answer_records, drop_later
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
-from experiments.pretrain import build_reporter, is_saved, open_interrupts
+from experiments.pretrain import build_reporter, is_saved
 from experiments.prompt_evaluation import evaluate_prompts, has_evaluations, open_evaluation_prompts
 from experiments.prompts import Prompts
 from experiments.ranks import seed_dropout, started
@@ -35,6 +36,7 @@ from ztk.core.runtime import Process
 from ztk.report import Reporter, RunFolder
 from ztk.rl.rollout import RolloutStopped, Samples
 from ztk.train.engine import Engine
+from ztk.train.loop import Loop
 
 NUM_SHOWN = 4  # texts per step
 
@@ -117,49 +119,42 @@ def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
 def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:
     """Runs optimizer steps up to `train.steps`, or until `train.patience` ends the run, with a rollout whenever the buffer is used up.
 
-    Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
+    Raises Interrupted as `Loop.run`.
     """
     config, engine = run.config, run.actor
     texts = Texts(run, first_step=engine.global_steps)
     prompts = open_evaluation_prompts(config, prompts=run.prompts) if has_evaluations(config) else None
-    with open_interrupts(config, process=run.process) as interrupts, Savers(run) as savers, closing(texts):
-        for step in range(engine.global_steps + 1, config.train.steps + 1):
-            if run.buffer.is_used_up:
-                roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
-            seed_dropout(config, process=run.process, step=step)
-            updated = update(run)
-            if run.ahead is not None:
-                run.ahead.check()
-            run.buffer.position += 1
-            run.metrics |= {"entropy": updated.entropy}
-            interrupted = interrupts.are_pending()
-            saves = interrupted or is_saved(config, step)
-            is_regular = bool(config.rollout.eval_every) and step % (config.rollout.eval_every or 1) == 0
-            evaluated: dict[str, float] = {}
-            is_due = is_regular or (saves and config.checkpoint.keep_best)
-            if prompts is not None and is_due and not interrupted:  # an interrupted run is saved immediately
-                with reporter.aside():
-                    evaluated = evaluate_prompts(run, prompts=prompts)
-            values = run.metrics | dict(updated.metrics) | evaluated
-            ended_by = run.best.reason_to_end(values) if is_regular and not interrupted else None
-            saves = saves or (ended_by is not None and config.checkpoint.saves)
-            reporter.step(
-                loss=updated.loss,
-                tokens=updated.tokens,
-                metrics=engine.read_metrics,
-                module_metrics=engine.read_module_metrics,
-                row=saves,
-                **values,
-            )
-            if saves:
-                with reporter.aside():
-                    metric = run.best.metric(values) if config.checkpoint.keep_best and not interrupted else None
-                    savers.save(extra=reporter.past(), metric=metric)
-            if interrupted:
-                interrupts.stop()
-            if ended_by is not None:
-                reporter.say(f"ends after step {step}: {ended_by}")
-                break
+
+    def run_step(step: int) -> Tensor:
+        if run.buffer.is_used_up:
+            roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
+        seed_dropout(config, process=run.process, step=step)
+        updated = update(run)
+        if run.ahead is not None:
+            run.ahead.check()
+        run.buffer.position += 1
+        run.metrics |= {"entropy": updated.entropy}
+        loop.tokens = updated.tokens
+        loop.measured |= {**run.metrics, **updated.metrics}
+        return updated.loss
+
+    with Savers(run) as savers, closing(texts):
+        loop = Loop(
+            engine,
+            train_step=run_step,
+            steps=config.train.steps,
+            evaluate=None if prompts is None else partial(evaluate_prompts, run, prompts=prompts),
+            eval_every=config.rollout.eval_every or 0,
+            evaluates_last=True,
+            reporter=reporter,
+            saver=savers if config.checkpoint.saves else None,
+            saves=partial(is_saved, config),
+            metric=run.best.metric if config.checkpoint.keep_best else None,
+            state=run.state_dict,
+            callbacks=[run.best],
+        )
+        if (ended_by := loop.run()) is not None:
+            reporter.say(f"ends after step {loop.step}: {ended_by}")
 
 
 def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
@@ -176,7 +171,9 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         reporter.texts(completions or records, step=step)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=config.rollout.max_tokens)
     if fault is not None:
-        savers.save(extra=reporter.past())  # state from before this rollout; a resumed run repeats it
+        savers.save(
+            data_state=run.state_dict(), extra=reporter.past()
+        )  # state from before this rollout; a resumed run repeats it
         raise RolloutStopped(f"{fault}. A checkpoint is in {savers.folder}")
     fill(run, scored)
     run.rollouts += 1
@@ -271,8 +268,11 @@ class Savers:
             )
         return self._policy
 
-    def save(self, *, extra: dict[str, Any], metric: float | None = None) -> None:
-        """Saves all models after the same optimizer step. metric: for `checkpoint.keep_best`; smaller is better. A collective call."""
+    def save(self, *, data_state: Mapping[str, Any], extra: dict[str, Any], metric: float | None = None) -> None:
+        """Saves all models after the same optimizer step. A collective call.
+
+        data_state: of the run. metric: for `checkpoint.keep_best`; smaller is better.
+        """
         policy = self._open()
         for engine in others_of(
             self._run
@@ -280,7 +280,7 @@ class Savers:
             engine.global_steps = self._run.actor.global_steps
         for saver in self._others:
             saver.save(metric=metric)
-        policy.save(data_state=self._run.state_dict(), extra=extra, metric=metric)
+        policy.save(data_state=data_state, extra=extra, metric=metric)
 
 
 def others_of(run: Run) -> dict[str, Engine]:

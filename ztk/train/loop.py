@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ztk.checkpoint import Saver
 from ztk.core.runtime.interrupts import Interrupts
 from ztk.report import Reporter
 from ztk.train.engine import Engine
@@ -40,11 +39,20 @@ class Callback:
         """Called after a checkpoint. An asynchronous save may still be writing."""
 
 
+class Saves(Protocol):
+    """Writes checkpoints, as `ztk.checkpoint.Saver` does."""
+
+    def save(self, *, data_state: Mapping[str, Any], extra: dict[str, Any], metric: float | None) -> Any:
+        """Saves the current step. A collective call."""
+        ...
+
+
 class Loop:
     """Trains an engine for `steps` optimizer steps: `loop.run()`.
 
-    step: number of the current step. measured: extra values for the step's row. ended_by: the reason to stop after this step; None to
-    continue.
+    step: number of the current step. tokens: of this step, over all ranks. measured: extra values for the step's row, which it then has.
+    row_values: returns further values if the step has a row; a collective call. is_regular: whether `eval_every` evaluates this step.
+    ended_by: the reason to stop after this step; None to continue. `train_step` may set them, too.
     """
 
     def __init__(
@@ -54,13 +62,13 @@ class Loop:
         train_step: Callable[[int], Tensor],
         steps: int,
         tokens: int = 0,
-        evaluate: Callable[[], float] | None = None,
+        evaluate: Callable[[], float | Mapping[str, float]] | None = None,
         eval_every: int = 0,
+        evaluates_last: bool = False,
         reporter: Reporter | None = None,
-        saver: Saver | None = None,
+        saver: Saves | None = None,
         saves: Callable[[int, bool], bool] | None = None,
-        judges_saves: bool = False,
-        shows_stalls: bool = False,
+        metric: Callable[[Mapping[str, Any]], float | None] | None = None,
         state: Callable[[], Mapping[str, Any]] = dict,
         callbacks: Sequence[Any] = (),
     ) -> None:
@@ -68,22 +76,24 @@ class Loop:
         does.
         steps: number of the last step; a resumed engine continues after `engine.global_steps`.
         tokens: tokens per step over all ranks.
-        evaluate: returns the held-out loss, the same on every rank. Called every `eval_every` steps except after the last; 0 disables it.
+        evaluate: returns the held-out loss, or named values, the same on every rank. Called every `eval_every` steps; 0 disables it. After
+        the last step only if it `evaluates_last`.
         reporter: the caller must have entered it.
         saver: writes the steps for which saves(step, ends) returns True; `ends` is True if the run stops early.
-        judges_saves: evaluates before every save and passes the loss to the saver.
-        shows_stalls: adds the seconds for which saves stopped the training to the rows.
+        metric: evaluates before every save and passes the metric of the row's values to the saver; smaller is better.
         state: returns the data position that a checkpoint contains.
         callbacks: see `Callback`.
         """
         self.engine, self.reporter, self.saver = engine, reporter, saver
-        self.step = engine.global_steps
-        self.steps = steps
+        self.step, self.steps, self.tokens = engine.global_steps, steps, tokens
         self.measured: dict[str, Any] = {}
+        self.row_values: Callable[[], Mapping[str, Any]] = dict
+        self.is_regular = False
         self.ended_by: str | None = None
-        self._train_step, self._evaluate, self._eval_every, self._tokens = train_step, evaluate, eval_every, tokens
-        self._saves, self._judges_saves, self._state = saves or (lambda step, ends: False), judges_saves, state
-        self._shows_stalls, self._callbacks = shows_stalls, tuple(callbacks)
+        self._train_step, self._evaluate = train_step, evaluate
+        self._eval_every, self._evaluates_last = eval_every, evaluates_last
+        self._saves, self._metric, self._state = saves or (lambda step, ends: False), metric, state
+        self._callbacks = tuple(callbacks)
 
     def run(self) -> str | None:
         """Trains up to `steps`, or until a callback sets `ended_by`. Returns `ended_by`.
@@ -97,29 +107,37 @@ class Loop:
         return self.ended_by
 
     def evaluate(self) -> float:
-        """Returns the held-out loss and calls the hooks of an evaluation. A collective call."""
+        """Adds the held-out loss or values to `measured`, and calls the hooks of an evaluation. Returns the loss, or NaN without one.
+
+        A collective call.
+        """
         assert self._evaluate is not None, "the loop was given something to evaluate"
         self._call("before_evaluation")
-        loss = self._evaluate()
+        found = self._evaluate()
+        values = found if isinstance(found, Mapping) else {"validation_loss": found}
+        loss = values.get("validation_loss", math.nan)
+        self.measured |= {**self.row_values(), **values}
+        self.row_values = dict
         self._call("after_evaluation", loss=loss)
         return loss
 
     def _run_step(self, interrupts: Interrupts) -> None:
-        self.measured = {}
+        self.measured, self.row_values, evaluated = {}, dict, False
         self._call("before_step")
         loss = self._train_step(self.step)
         self._call("after_step", loss=loss)
         interrupted = interrupts.are_pending()
-        saves = self._is_saved()
-        is_due = bool(self._eval_every) and self.step % self._eval_every == 0 and self.step < self.steps
-        if self._evaluate is not None and not interrupted and (is_due or (saves and self._judges_saves)):
+        is_due = bool(self._eval_every) and self.step % self._eval_every == 0
+        self.is_regular = is_due and (self._evaluates_last or self.step < self.steps)
+        judges = self._metric is not None and self._is_saved()
+        if self._evaluate is not None and not interrupted and (self.is_regular or judges):
             with self._aside():
-                self.measured["validation_loss"] = self.evaluate()
-            interrupted = interrupts.are_pending()
+                self.evaluate()
+            interrupted, evaluated = interrupts.are_pending(), True
         saves = self.saver is not None and (interrupted or self._is_saved())
         self._record(loss, row=saves or interrupted or self.ended_by is not None)
         if saves:
-            self._save()
+            self._save(metric=self._metric(self.measured) if self._metric is not None and evaluated else None)
         if interrupted:
             interrupts.stop()
 
@@ -131,7 +149,7 @@ class Loop:
             engine = self.engine
             self.reporter.step(
                 loss=loss,
-                tokens=self._tokens,
+                tokens=self.tokens,
                 metrics=engine.read_metrics,
                 module_metrics=self._module_metrics,
                 row=row,
@@ -139,21 +157,14 @@ class Loop:
             )
 
     def _module_metrics(self) -> dict[str, Any]:
-        stalled = {}
-        if self.saver is not None and self._shows_stalls:
-            stalled["checkpoint.stall_seconds"] = self.saver.stall_seconds
-        return stalled | dict(self.engine.read_module_metrics())
+        return {**self.row_values(), **self.engine.read_module_metrics()}
 
-    def _save(self) -> None:
+    def _save(self, *, metric: float | None) -> None:
         assert self.saver is not None
         with self._aside():
             self._call("before_save")
-            loss = self.measured.get("validation_loss", math.nan)
-            self.saver.save(
-                data_state=self._state(),
-                extra={} if self.reporter is None else self.reporter.past(),
-                metric=loss if self._judges_saves and math.isfinite(loss) else None,
-            )
+            extra = {} if self.reporter is None else self.reporter.past()
+            self.saver.save(data_state=self._state(), extra=extra, metric=metric)
             self._call("after_save")
 
     def _aside(self) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
 from ztk.rl.rollout import GuardPolicy, Guards
+from ztk.train import loop as train_loop
 
 ONE = "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
 SAVES = ("checkpoint.every=1", "checkpoint.keep=1")
@@ -131,7 +132,7 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
         raise InterruptedError
 
     interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
-    monkeypatch.setattr(program, "open_interrupts", lambda config, process: nullcontext(interrupts))
+    monkeypatch.setattr(train_loop, "Interrupts", lambda process, is_active: nullcontext(interrupts))
     monkeypatch.setattr(program, "open_saver", lambda config, engine: nullcontext(saver))
     monkeypatch.setattr(program, "seed_dropout", lambda config, **given: None)
     stream: Any = SimpleNamespace(next_step=lambda: SimpleNamespace(num_examples=1, num_tokens=1), state_dict=dict)
@@ -153,7 +154,7 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
 def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
     config = composed("task=grpo", *SMALL, "checkpoint.every=50", "checkpoint.keep_best=true")
     saved = []
-    savers = SimpleNamespace(save=lambda *, extra, metric: saved.append(metric))
+    savers = SimpleNamespace(save=lambda *, data_state, extra, metric: saved.append(metric))
 
     def stop():
         raise InterruptedError
@@ -162,14 +163,16 @@ def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
         raise AssertionError("evaluated after a signal")
 
     interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
-    monkeypatch.setattr(loop, "open_interrupts", lambda config, process: nullcontext(interrupts))
+    monkeypatch.setattr(train_loop, "Interrupts", lambda process, is_active: nullcontext(interrupts))
     monkeypatch.setattr(loop, "Savers", lambda run: nullcontext(savers))
     monkeypatch.setattr(loop, "Texts", lambda run, first_step: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(loop, "seed_dropout", lambda config, **given: None)
     monkeypatch.setattr(loop, "open_evaluation_prompts", lambda config, prompts: prompts)
     monkeypatch.setattr(loop, "evaluate_prompts", no_evaluation)
-    run: Any = SimpleNamespace(config=config, prompts=1, process=None, metrics={}, best=Best(config), ahead=None)
-    run.actor, run.buffer = SimpleNamespace(global_steps=0), SimpleNamespace(is_used_up=False, position=0)
+    run: Any = SimpleNamespace(
+        config=config, prompts=1, process=None, metrics={}, best=Best(config), ahead=None, state_dict=dict
+    )
+    run.actor, run.buffer = SimpleNamespace(global_steps=0, process=None), SimpleNamespace(is_used_up=False, position=0)
     run.actor.read_metrics = dict
     run.actor.read_module_metrics = dict
     reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
