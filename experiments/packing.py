@@ -1,4 +1,7 @@
-"""Decides whether the texts of a forward are packed without padding, in all alignment tasks."""
+"""Decides whether the texts of a forward are packed without padding, in all alignment tasks.
+
+A model whose layers are cut needs rows of one length.
+"""
 
 import logging
 
@@ -8,34 +11,48 @@ from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.core.policies.runs import is_hugging_face
 from ztk.hf.attention_interface import use_attention
-from ztk.rl.rollout import can_pack, pack_exactly
+from ztk.rl.rollout import can_pack, pack_exactly, use_engine_attention
 from ztk.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 
-def pack_exactly_on_all_ranks(*engines: Engine) -> bool:
-    """Like `pack_exactly` of their modules, if every rank supports it; their processors may differ. A collective call."""
-    process = engines[0].process
-    own = torch.tensor([float(pack_exactly(*(one.module for one in engines), device=process.device))])
-    return bool(process.comm.gather_scalars(own.to(process.device), label="packs").all())
-
-
 def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseModel | None = None) -> bool:
-    """Returns whether `task=sft`, `reward` and `dpo` pack their texts. A collective call.
+    """Returns whether `task=sft`, `reward`, `dpo` and `distill` pack their texts. A collective call.
 
     On a CPU, packing must not change any bit of a native decoder's result; elsewhere the model must support it, as tested families of
-    transformers do. A model whose layers are cut needs rows of one length. Experts need packed texts, because the losses of their routers
-    would count padding.
+    transformers do. Experts need packed texts, because the losses of their routers would count padding.
     """
-    degrees = config.topology
-    if max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1:
-        return False
-    engines = [engine for engine in (policy, reference) if isinstance(engine, Engine)]
-    if pack_exactly_on_all_ranks(*engines):
-        return True
     rounds = policy.process.device.type != "cpu" or config.model.experts is not None or is_hugging_face(config.model)
-    return rounds and can_pack_all(*engines)
+    return _pack_all(policy, reference, exactly=not rounds)
+
+
+def packs_rollouts(config: Config, *, policy: Engine, reference: Engine | BaseModel | None) -> bool:
+    """Returns whether policy and reference of a rollout pack their texts. A collective call.
+
+    With rollout.identity=exact, packing must not change any bit. Rows then have the engine's attention where they cannot be packed.
+    """
+    is_exact = config.rollout.identity == "exact"
+    packs = _pack_all(policy, reference, exactly=is_exact)
+    if config.rollout.engine == "generator" and is_exact and not packs and policy.process.mesh.is_alone:
+        for engine in _engines(policy, reference):
+            use_engine_attention(engine.module)
+    return packs
+
+
+def _pack_all(policy: Engine, reference: Engine | BaseModel | None, *, exactly: bool) -> bool:
+    """Returns whether texts are packed: if this changes no bit on any rank, or, unless it must be `exactly`, if all models support it."""
+    process, engines = policy.process, _engines(policy, reference)
+    if not process.mesh.is_alone:
+        return False
+    own = torch.tensor([float(pack_exactly(*(one.module for one in engines), device=process.device))])
+    if bool(process.comm.gather_scalars(own.to(process.device), label="packs").all()):  # processors may differ
+        return True
+    return not exactly and can_pack_all(*engines)
+
+
+def _engines(policy: Engine, reference: Engine | BaseModel | None) -> list[Engine]:
+    return [policy, reference] if isinstance(reference, Engine) else [policy]
 
 
 def can_pack_all(*engines: Engine) -> bool:

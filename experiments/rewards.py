@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from experiments.learned_reward import learned_rewards
 from experiments.rollout_run import Run
-from experiments.text_reward import TextReward
 from ztk.rl.align import Prompt
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState
@@ -22,11 +20,7 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     if run.environments is not None:
         total = with_steps(run, total=total)
     if run.reward_model is not None:
-        size = config.train.micro_batch_size
-        if isinstance(run.reward_model, TextReward):
-            learned = run.reward_model.score(given, micro_batch=size)
-        else:
-            learned = learned_rewards(run.reward_model, samples=samples, micro_batch=size)
+        learned = run.reward_model.score(samples, answered=given, micro_batch=config.train.micro_batch_size)
         weight = config.reward.path_weight
         total = learned if weight is None or total is None else total.nan_to_num() + weight * learned
     assert total is not None, "the configuration is checked"

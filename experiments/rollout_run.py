@@ -8,13 +8,12 @@ from torch import Tensor
 
 from experiments.alignment import start_from
 from experiments.best import Best
-from experiments.learned_reward import open_reward_model
 from experiments.models import Values, build
-from experiments.packing import can_pack_all, pack_exactly_on_all_ranks
+from experiments.packing import packs_rollouts
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel, build_frozen
-from experiments.text_reward import TextReward
-from ztk.config import Config, is_text_model, open_environments
+from experiments.reward_models import RewardModel, open_reward_model
+from ztk.config import Config, open_environments
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
@@ -33,7 +32,6 @@ from ztk.rl.rollout import (
     SettledWeights,
     TrainerRollouts,
     settle_weights,
-    use_engine_attention,
 )
 from ztk.rl.rollout.rewards import Rewarded
 from ztk.train.engine import Engine
@@ -62,7 +60,7 @@ class Run:
     weights: SettledWeights
     packs: bool
     drawer: Rollouts
-    reward_model: Engine | TextReward | None = None
+    reward_model: RewardModel | None = None
     rewarded: Rewarded | None = None
     environments: Environments | None = None
     episodes: Sequence[Episode] = ()
@@ -74,7 +72,7 @@ class Run:
 
     def close(self) -> None:
         """Closes all engines."""
-        reward_model = self.reward_model.engine if isinstance(self.reward_model, TextReward) else self.reward_model
+        reward_model = None if self.reward_model is None else self.reward_model.engine
         for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
                 engine.close()
@@ -135,9 +133,7 @@ def open_run(
         actor=actor,
         reference=reference,
         critic=critic,
-        reward_model=TextReward(config, process=process)
-        if is_text_model(config.reward.path)
-        else open_reward_model(config, process=process),
+        reward_model=open_reward_model(config, process=process),
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         best=Best(config),
@@ -146,7 +142,7 @@ def open_run(
         drawer=open_drawer(config, actor=actor),
         routers=Routers(actor.module, replays=config.rollout.experts == "replay") if replays_experts(config) else None,
         weights=open_weights(config, actor=actor),
-        packs=open_packs(config, actor=actor, reference=reference),
+        packs=packs_rollouts(config, policy=actor, reference=reference),
         guards=Guards(
             GuardPolicy(
                 kl_above=config.kl.stop_above,
@@ -156,23 +152,6 @@ def open_run(
             )
         ),
     )
-
-
-def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
-    """Returns whether texts are packed. A collective call.
-
-    They are packed if this changes no bit on any rank, or, without rollout.identity=exact, if all models support it. A model whose layers
-    are cut needs rows of one length.
-    """
-    if not actor.process.mesh.is_alone:
-        return False
-    engines = [engine for engine in (actor, reference) if isinstance(engine, Engine)]
-    modules = [engine.module for engine in engines]
-    is_exact, packs = config.rollout.identity == "exact", pack_exactly_on_all_ranks(*engines)
-    if config.rollout.engine == "generator" and is_exact and not packs:
-        for module in modules:
-            use_engine_attention(module)
-    return packs or (not is_exact and can_pack_all(*engines))
 
 
 def open_drawer(config: Config, *, actor: Engine) -> Rollouts:

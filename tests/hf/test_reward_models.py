@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from experiments import policies
-from experiments.text_reward import TextReward
+from experiments.reward_models import open_reward_model
 from tests.hf import small
 from tests.rl.rollout.runs import config_of, play
 from ztk.config import Config, ConfigError, Machine, compose
@@ -45,9 +46,9 @@ def by_transformers(folder: Path, *, texts: list[str], adds: bool = True) -> lis
 
 
 def scored(process: Process, *, config: Config, given: Answered) -> list[float]:
-    model = TextReward(config, process=process.arrange(policies.topology(config)))
+    model: Any = open_reward_model(config, process=process.arrange(policies.topology(config)))
     try:
-        return model.score(given, micro_batch=2).tolist()
+        return model.score(None, answered=given, micro_batch=2).tolist()
     finally:
         model.engine.close()
 

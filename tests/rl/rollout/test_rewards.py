@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.learned_reward import learned_rewards
 from experiments.prompts import Prompts
+from experiments.reward_models import RewardModel
 from experiments.rewards import reward, reward_metrics
 from tests.rl.rollout.runs import SMALL, Batches, OneRank, config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
@@ -413,11 +413,10 @@ def test_rows_have_the_mean_of_every_function(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("weight", "rewards"), [(None, [5.0, 6.0]), (0.5, [4.5, 3.0])])
-def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards, tmp_path, monkeypatch):
+def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards, tmp_path):
     """The function gives 2 and None."""
     config = config_of("grpo", folder=tmp_path, reward="def score(completions):\n    return [2.0, None]\n")
     config.reward.path, config.reward.path_weight = "/run", weight
-    monkeypatch.setattr("experiments.rewards.learned_rewards", lambda *_, **__: torch.tensor([5.0, 6.0]).double())
     prompts = Prompts(config)
     samples: Any = SimpleNamespace(
         tokens=torch.zeros(2, 3, dtype=torch.int64), prompt_lengths=[1, 1], answer_lengths=[2, 2]
@@ -427,7 +426,7 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
         config=config,
         process=SimpleNamespace(mesh=OneRank()),
         prompts=prompts,
-        reward_model=1,
+        reward_model=SimpleNamespace(score=lambda *_, **__: torch.tensor([5.0, 6.0]).double()),
         environments=None,
         actor=SimpleNamespace(global_steps=0),
     )
@@ -444,17 +443,10 @@ def test_a_value_of_the_model_that_is_not_finite_ends_the_run():
     engine: Any = Valued(
         module=torch.nn.Identity(), evaluating=nullcontext, process=SimpleNamespace(device=torch.device("cpu"))
     )
-
-    class Rows(list):
-        tokens, numbers = torch.tensor([[1, 2], [3, 9]]), torch.tensor([4, 5])
-        lengths = torch.tensor([2, 2])
-
-        def __getitem__(self, rows):
-            return self
-
-    samples: Any = Rows([0, 1])
-    with pytest.raises(FloatingPointError, match=r"sample 5: the value of the model of reward.path is not finite"):
-        learned_rewards(engine, samples=samples, micro_batch=2)
+    samples: Any = SimpleNamespace(tokens=torch.tensor([[1, 2], [3, 9]]), lengths=torch.tensor([2, 2]))
+    answered: Any = SimpleNamespace(where=lambda row: f"for answer {row}")
+    with pytest.raises(FloatingPointError, match="the value of the model of reward.path is not finite for answer 1"):
+        RewardModel(engine).score(samples, answered=answered, micro_batch=2)
 
 
 def test_logged_values_that_are_not_finite_are_no_metrics():
