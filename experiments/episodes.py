@@ -10,9 +10,7 @@ from torch import Tensor
 from experiments.rewards import means_of_ranks
 from experiments.rollout_run import Run
 from ztk.rl.align import Encoding, Prompt
-from ztk.rl.align.turns import tools_of
 from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, TurnDraws, play
-from ztk.rl.rollout.environments import columns_of, prompt_of
 from ztk.rl.rollout.episodes import DONE, MAX_TURNS
 
 
@@ -33,17 +31,9 @@ def _begun(
     environments: Environments, *, prompts: Sequence[Prompt], encoding: Encoding, numbers: Sequence[int]
 ) -> tuple[list[Episode], list[list[int]]]:
     """Returns episodes with their environments, and the tokens of their prompts. numbers: of the samples. Raises EnvironmentFault."""
-    episodes = [
-        Episode(
-            number=number,
-            record=prompt.record,
-            said=prompt_of(prompt.text, record=prompt.record, is_chat=prompt.is_chat),
-            tools=tools_of(prompt.record) if prompt.is_chat else None,
-        )
-        for number, prompt in zip(numbers, prompts, strict=True)
-    ]
+    episodes = [Episode.of(prompt, number=number) for number, prompt in zip(numbers, prompts, strict=True)]
     before = [episode.said for episode in episodes]
-    environments.reset(episodes, columns=[columns_of(prompt.record) for prompt in prompts])
+    environments.reset(episodes)
     tokens = [
         prompt.tokens if episode.said == said else encoding.prompt(episode.said, tools=episode.tools).tokens
         for episode, said, prompt in zip(episodes, before, prompts, strict=True)

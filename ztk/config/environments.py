@@ -67,20 +67,17 @@ def prepare_environment(config: Config) -> None:
 
 
 def _play_once(config: Config) -> None:
-    from ztk.rl.align.turns import tokens_between, tools_of
-    from ztk.rl.rollout.environments import EnvironmentFault, Episode, columns_of, prompt_of
+    from ztk.rl.rollout.environments import EnvironmentFault, Episode
 
     environments = open_environments(config)
     assert environments is not None, "the configuration names one"
-    text, record, is_chat = first_prompt(config)
-    tools = tools_of(record) if is_chat else None
-    episode = Episode(number=0, record=record, said=prompt_of(text, record=record, is_chat=is_chat), tools=tools)
+    episode = Episode.of(first_prompt(config), number=0)
     try:
-        environments.reset([episode], columns=[columns_of(record)])
+        environments.reset([episode])
         [step] = environments.step([episode], answers=[_ANSWER])
     except EnvironmentFault as error:
         raise ValueError(f"called once before the run starts: {error}") from None
     encoding = encoding_of(config)
-    encoding.prompt(episode.said, tools=tools)
+    encoding.prompt(episode.said, tools=episode.tools)
     if step.observation is not None:
-        tokens_between(episode.said, observed=step.observation, encoding=encoding, tools=tools)
+        encoding.between(episode.said, observed=step.observation, tools=episode.tools)

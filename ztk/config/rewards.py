@@ -13,6 +13,7 @@ from ztk.core.policies.reward import is_function_name
 from ztk.core.policies.runs import draws, is_own
 
 if TYPE_CHECKING:
+    from ztk.rl.align import Prompt
     from ztk.rl.rollout.rewards import RewardFunctions
 
 _ANSWER, _PROMPT = "42", "cab>"  # for the test call without data.path
@@ -115,9 +116,8 @@ def _call_once(config: Config) -> None:
     from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # imported late: torch takes a second
 
     functions = open_rewards(config)
-    text, record, is_chat = first_prompt(config)
-    state = TrainingState(global_step=0, max_steps=config.train.steps)
-    common = {"texts": [text], "records": [record], "is_chat": [is_chat], "state": state}
+    prompt, state = first_prompt(config), TrainingState(global_step=0, max_steps=config.train.steps)
+    common = {"texts": [prompt.text], "records": [prompt.record], "is_chat": [prompt.is_chat], "state": state}
     try:
         functions.score(Answered(answers=[_ANSWER], token_ids=[list(_ANSWER.encode())], **common))
     except RewardError as error:
@@ -152,12 +152,13 @@ def open_rewards(config: Config) -> "RewardFunctions":
     return RewardFunctions(rewards, timeout_seconds=config.reward.timeout_seconds)
 
 
-def first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
-    """Returns text, record, and whether the prompt is a conversation."""
+def first_prompt(config: Config) -> "Prompt":
+    """Returns the first prompt of the data."""
+    from ztk.rl.align import Prompt  # imported late: torch takes a second
+
     if config.data.path is None:
-        return _PROMPT, {"number": 0}, False
-    first = prompts_of(config)[0]
-    return first.text, first.record, first.is_chat
+        return Prompt(text=_PROMPT, tokens=list(_PROMPT.encode()), record={"number": 0})
+    return prompts_of(config)[0]
 
 
 def _key(config: Config) -> str:

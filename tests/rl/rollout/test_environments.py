@@ -22,7 +22,6 @@ from ztk.core.runtime import Process
 from ztk.data import SubwordTokenizer
 from ztk.nn import Decoder
 from ztk.rl.align import ChatTemplate, Encoding
-from ztk.rl.align.turns import tokens_between
 from ztk.rl.rollout import EnvironmentFault, Environments, Episode, Samples, load_function
 
 # Calls
@@ -39,7 +38,7 @@ def episodes(count: int = 1, *, said: Any = "p") -> list[Episode]:
 def stepped(make, *, count: int = 1, said: Any = "p", seconds: float = 5.0):
     """The steps of fresh environments for the answers "a", and their episodes."""
     made, own = environments(make, seconds=seconds), episodes(count, said=said)
-    made.reset(own, columns=[episode.record for episode in own])
+    made.reset(own)
     return made.step(own, answers=["a"] * count), own
 
 
@@ -140,7 +139,8 @@ def test_the_calculator_of_the_documentation_answers(tmp_path):
     (tmp_path / "calculator.py").write_text(page[page.index("# calculator.py") :].partition("```")[0])
     made = environments(load_function(f"{tmp_path}/calculator.py:Calculator", key="rollout.environment"))
     [episode] = episodes(said=[{"role": "user", "content": "2 * 3 ?"}])
-    made.reset([episode], columns=[{"solution": 6}])
+    episode.record = {"solution": 6}
+    made.reset([episode])
     [first] = made.step([episode], answers=["<calc>2*3</calc>"])
     assert first.observation == [{"role": "tool", "content": "6"}] and not first.done
     [second] = made.step([episode], answers=["6"])
@@ -168,7 +168,7 @@ def joined(encoding: Encoding, *, answers: list[str]) -> list[int]:
     end = tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
     for answer in answers:
         tokens += [*tokenizer.read(answer).tokens, end]
-        tokens += tokens_between(said, observed=OBSERVED, encoding=encoding)
+        tokens += encoding.between(said, observed=OBSERVED)
         said += [{"role": "assistant", "content": answer}, *OBSERVED]
     return tokens
 
@@ -197,9 +197,9 @@ def test_drawn_tokens_stay_where_a_template_rewrites_earlier_answers(tmp_path):
 
 
 def test_turns_of_bytes_are_lines_of_roles_or_texts():
-    between = bytes(tokens_between(ASKED, observed=OBSERVED, encoding=Encoding())).decode()
+    between = bytes(Encoding().between(ASKED, observed=OBSERVED)).decode()
     assert between == "<|tool|>\nfour\n<|user|>\nwell ?\n<|assistant|>\n"
-    assert bytes(tokens_between("2+2=", observed="no: ", encoding=Encoding())).decode() == "no: "
+    assert bytes(Encoding().between("2+2=", observed="no: ")).decode() == "no: "
 
 
 # Runs

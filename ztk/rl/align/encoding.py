@@ -6,6 +6,12 @@ to a text, such as <s>, are added, unless a chat template wrote the text, which 
 characters: a token belongs to an answer if one of its characters does. A token across the border of prompt and answer is thus learnt: in
 "hello wor" and "ld you", the learnt tokens are "world" and "you". A text's first token is never learnt, because nothing predicts it. A
 prompt to be answered is tokenised in the same way, without the tokens that the tokenizer appends to a text, because the answer follows.
+
+[Note: Joined turns] The tokens of a conversation are the prompt, the first answer as sampled, the environment's observation, the next
+answer, and so on. An observation is formatted as the chat template formats it between the end of an answer and the beginning of the next,
+and tokenised after the end token. The tokens are thus equal to the template's for the whole conversation, if its beginning does not
+change when messages follow. Some templates change it (they drop reasoning of earlier turns, or strip white space). The sampled tokens are
+then kept, because the policy's results are based on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +35,14 @@ Said = str | Sequence[Message]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """tokens: the prompt of the policy. text: the same as text, including special tokens. record: further columns, for the reward. is_chat:
-    whether the record has messages. answer: the right one, if it is known.
+    whether the record has messages. tools: that its chat template offers. answer: the right one, if it is known.
     """
 
     tokens: list[int]
     text: str
     record: Mapping[str, Any] = field(default_factory=dict)
     is_chat: bool = False
+    tools: Sequence[Any] | None = None
     answer: str | None = None
 
 
@@ -104,6 +111,24 @@ class Encoding:
         if is_chat:
             text = "".join(part.text + self.end * part.ends for part in self.asking(list(asked), tools=tools))
         return Prompt(tokens=[*self.tokenizer.begin, *self.tokenizer.read(text).tokens], text=text, is_chat=is_chat)
+
+    def between(self, said: Said, *, observed: Said, tools: Sequence[Any] | None = None) -> list[int]:
+        """Returns the tokens between an answer to `said` and the next answer, which follows `observed`. See [Note: Joined turns].
+
+        Both are texts or both are messages.
+
+        Raises ValueError for messages that the template rejects.
+        """
+        if isinstance(said, str):
+            assert isinstance(observed, str), "the observation was checked"
+            text, end = observed, self.end
+        elif (template := self.template) is not None:
+            assert not isinstance(observed, str), "the observation was checked"
+            text, end = template.between(said, observed=observed, tools=tools), template.required_end()
+        else:
+            text, end = self.prompt(observed).text, self.end
+        read = self.tokenizer.read
+        return read(end + text).tokens[len(read(end).tokens) :]
 
     def text(self, parts: Sequence[Part]) -> Text:
         """Joins the parts and tokenises them once; see [Note: One text]."""

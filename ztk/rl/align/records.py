@@ -189,8 +189,9 @@ def _prompt_record(record: Mapping[str, Any], *, encoding: Encoding) -> Prompt:
         raise ValueError('must be an object with a text "prompt", or with "messages"')
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
         raise ValueError("the last message is an assistant's, and the policy is to write that one: leave it out")
-    written = encoding.prompt(prompt, tools=found.get("tools"))
-    return replace(written, record={**record, "prompt": prompt} if written.is_chat else record)
+    tools = found.get("tools")
+    written = encoding.prompt(prompt, tools=tools)
+    return replace(written, record={**record, "prompt": prompt} if written.is_chat else record, tools=tools)
 
 
 def _example(

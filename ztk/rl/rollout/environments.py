@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from ztk.rl.align.encoding import Said
+from ztk.rl.align.encoding import Prompt, Said
 from ztk.rl.rollout.calls import Call, Calls, asked
 from ztk.rl.rollout.rewards import OWN_FIELDS, RewardError
 
@@ -50,6 +50,13 @@ class Episode:
     prompt: int = 0
     rewards: list[float | None] = field(default_factory=list)
     outcome: str = ""
+
+    @classmethod
+    def of(cls, prompt: Prompt, *, number: int) -> Self:
+        """Begins an episode with the text that the policy gets, or the messages of the record, to which `read_prompts` adds them."""
+        if not prompt.is_chat:
+            return cls(number=number, record=prompt.record, said=prompt.text)
+        return cls(number=number, record=prompt.record, said=prompt.record["prompt"], tools=prompt.tools)
 
     @property
     def turns(self) -> int:
@@ -97,8 +104,8 @@ class Environments:
         self._make, self._name = make, name
         self._calls = Calls(seconds=timeout_seconds, fault=EnvironmentFault)
 
-    def reset(self, episodes: Sequence[Episode], *, columns: Sequence[Mapping[str, Any]]) -> None:
-        """Creates an environment per episode, and replaces `said` with the result of its `reset`. columns: fields of each record.
+    def reset(self, episodes: Sequence[Episode]) -> None:
+        """Creates an environment per episode, and replaces `said` with the result of its `reset`, which gets the record's other fields.
 
         Raises:
             EnvironmentFault: an environment raised, exceeded the time limit, or returned something other than a text, messages or None.
@@ -106,9 +113,10 @@ class Environments:
         for episode in episodes:
             episode.environment = self._made(episode)
         calls = []
-        for episode, own in zip(episodes, columns, strict=True):
+        for episode in episodes:
             function = episode.environment.reset
-            given = asked(function, given={**own, "prompt": deepcopy(episode.said)})
+            columns = {name: value for name, value in episode.record.items() if name not in OWN_FIELDS}
+            given = asked(function, given={**columns, "prompt": deepcopy(episode.said)})
             calls.append(self._call(function, episode=episode, method="reset", arguments=given))
         found = self._calls.start(calls)()
         for episode, value in zip(episodes, found, strict=True):
@@ -181,16 +189,6 @@ class Environments:
         if is_text and not as_prompt:
             raise EnvironmentFault(f"{said}: the prompt is a text, so return a text, or write prompts as messages")
         return value
-
-
-def prompt_of(text: str, *, record: Mapping[str, Any], is_chat: bool) -> Said:
-    """Returns the prompt for `reset`: the text that the policy gets, or the messages of the record."""
-    return record["prompt"] if is_chat else text  # `read_prompts` adds it to every record of messages
-
-
-def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record other than the conversation itself."""
-    return {name: value for name, value in record.items() if name not in OWN_FIELDS}
 
 
 def _is_message(value: Any) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from ztk.rl.align import Encoding
-from ztk.rl.align.turns import tokens_between
 from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.environments import Environments, Episode
@@ -67,8 +66,7 @@ def play(
             else:
                 assert step.observation is not None, "the step was checked"
                 try:
-                    given = {"encoding": policy.encoding, "tools": episode.tools}
-                    new = tokens_between(episode.said, observed=step.observation, **given)
+                    new = policy.encoding.between(episode.said, observed=step.observation, tools=episode.tools)
                 except ValueError as error:
                     raise environments.refused(episode, error=error) from None
                 if len(new) >= int(limits[row]):  # leaves no room for an answer
