@@ -30,8 +30,7 @@ from experiments.reference import (
 )
 from ztk.config import Config
 from ztk.core.runtime import Process
-from ztk.rl.align import DpoPolicy, dpo_loss, dpo_losses
-from ztk.rl.align.dpo import WITHOUT_REFERENCE
+from ztk.rl.align import WITHOUT_REFERENCE, DpoPolicy, dpo_loss, dpo_losses
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
 

@@ -5,10 +5,20 @@ sequences, and their data records.
 from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
 from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
 from ztk.rl.align.distillation import DistillPolicy, distill_losses
-from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
-from ztk.rl.align.kto import KtoPolicy, kto_losses
-from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
+from ztk.rl.align.preferences import (
+    WITHOUT_REFERENCE,
+    DpoPolicy,
+    KtoPolicy,
+    PairLogprobs,
+    PairLosses,
+    PairwisePolicy,
+    dpo_loss,
+    dpo_losses,
+    kto_losses,
+    last_values,
+    pairwise_losses,
+)
 from ztk.rl.align.records import (
     Example,
     RecordFormat,
@@ -26,10 +36,10 @@ from ztk.rl.align.token_losses import PolicyLoss, TokenLoss, divergence, policy_
 
 __all__ = [
     "ANSWER_END",
+    "WITHOUT_REFERENCE",
     "ChatTemplate",
     "ChatTemplateError",
     "DistillPolicy",
-    "DpoLosses",
     "DpoPolicy",
     "Encoding",
     "Example",
@@ -38,7 +48,7 @@ __all__ = [
     "Mismatch",
     "Packing",
     "PairLogprobs",
-    "PairwiseLosses",
+    "PairLosses",
     "PairwisePolicy",
     "Part",
     "PolicyLoss",
