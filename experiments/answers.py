@@ -5,7 +5,7 @@ from torch import Tensor
 
 from experiments.examples import HELD_OUT
 from experiments.prompts import PAD, STOP
-from experiments.reference import BaseModel
+from experiments.reference import BaseModel, row_logprobs
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.data import ByteTokenizer
@@ -17,7 +17,6 @@ from ztk.rl.rollout import (
     TrainerRollouts,
     generate,
     has_engine_attention,
-    token_logprobs,
 )
 from ztk.train.engine import Engine
 
@@ -85,12 +84,9 @@ class Answers:
     def _divergence(self, samples: Samples) -> Tensor:
         """Returns log policy - log reference of every answer, float64 [S]. Its mean estimates the KL divergence."""
         assert self._reference is not None
-        size, device, parts = self._config.train.micro_batch_size, self._engine.process.device, []
-        with self._reference.evaluating():
-            for first in range(0, len(samples), size):
-                tokens = samples.tokens[first : first + size].to(device)
-                parts.append(token_logprobs(self._reference(tokens), tokens=tokens, temperature=1.0).cpu())
-        return ((samples.logprobs - torch.cat(parts)) * samples.answer_mask).double().sum(1)
+        size = self._config.train.micro_batch_size
+        reference = row_logprobs(self._reference, tokens=samples.tokens, temperature=1.0, size=size)
+        return ((samples.logprobs - reference) * samples.answer_mask).double().sum(1)
 
 
 def _text(samples: Samples, *, row: int) -> str:

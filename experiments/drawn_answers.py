@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
-from experiments.prompts import PAD, STOP, with_other_ends
-from experiments.rollout_run import cut_of, open_drawer, open_weights
+from experiments.prompts import STOP, with_other_ends
+from experiments.rollout_run import open_drawer, open_weights, rollout_policy
 from experiments.streams import share_of
 from ztk.config import Config
 from ztk.config.encoding import encoding_of
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
 from ztk.rl.align import Sequences, last_answer
-from ztk.rl.rollout import Requests, RolloutPolicy, RolloutWeights, Samples, generate, states_away
+from ztk.rl.rollout import Requests, Samples, generate, states_away
 from ztk.train.engine import Engine
 
 
@@ -46,7 +46,8 @@ class DistillStream:
         if drawing is None:
             return step
         rollouts, weights = drawing
-        options = {"policy": self._policy(weights), "requests": self._requests(step), "step": number}
+        policy = rollout_policy(self._config, stops=self._stops, weights=weights, packs=self._stream.packs)
+        options = {"policy": policy, "requests": self._requests(step), "step": number}
         with nullcontext() if rollouts.copies_weights else states_away(self._engine):
             samples = generate(rollouts, **options)
         return answered(step, samples=samples, process=self._engine.process)
@@ -60,21 +61,6 @@ class DistillStream:
         prompts = [prompt for batch in step.micro_batches for prompt in prompts_of(batch.sequences)]
         numbers = torch.tensor(places)
         return Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=torch.zeros_like(numbers))
-
-    def _policy(self, weights: RolloutWeights) -> RolloutPolicy:
-        config, rollout = self._config, self._config.rollout
-        return RolloutPolicy(
-            length=config.data.seq_len,
-            micro_batch=config.train.micro_batch_size,
-            max_tokens=rollout.max_tokens,
-            stops=self._stops,
-            pad=PAD,
-            temperature=rollout.temperature,
-            seed=config.train.seed,
-            weights=weights,
-            packs=self._stream.packs,
-            cut=cut_of(config),
-        )
 
 
 def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from experiments.examples import HELD_OUT
 from experiments.prompts import PAD, STOP
-from experiments.reference import BaseModel
+from experiments.reference import BaseModel, row_logprobs
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.rl.align import Frontier
-from ztk.rl.rollout import token_logprobs
 from ztk.train.engine import Engine
 
 PROMPTS = 256  # number of prompts over which the closed form averages
@@ -28,13 +27,9 @@ def right_probabilities(engine: Engine | BaseModel, *, config: Config) -> Tensor
     """
     tokens, answers = _right_answers(config)
     temperature = config.rollout.temperature or 1.0
-    parts, size = [], config.train.micro_batch_size
-    with engine.evaluating():
-        for part, mask in zip(tokens.split(size), answers.split(size), strict=True):
-            rows = part.to(engine.process.device)
-            found = token_logprobs(engine(rows), tokens=rows, temperature=temperature).cpu()
-            parts.append((found.double() * mask).sum(1).exp())
-    return torch.cat(parts)
+    size = config.train.micro_batch_size
+    found = row_logprobs(engine, tokens=tokens, temperature=temperature, size=size)
+    return (found.double() * answers).sum(1).exp()
 
 
 def _right_answers(config: Config) -> tuple[Tensor, Tensor]:

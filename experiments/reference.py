@@ -18,8 +18,8 @@ from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rl.align import PairLogprobs, Sequences, segment_sums, token_logprobs
-from ztk.rl.rollout import Layout, answer_logits, answer_logprobs, has_large_logits
+from ztk.rl.align import PairLogprobs, Sequences, counted_logprobs, segment_sums
+from ztk.rl.rollout import Layout, answer_logits, answer_logprobs, has_large_logits, token_logprobs
 from ztk.train.engine import Engine
 
 FOLDER = "reference"  # folder of a run with the checkpoint of its frozen reference
@@ -62,6 +62,16 @@ def build_frozen(config: Config, *, process: Process, first_values: Values | Non
     engine = build(config, process=process, values=first_values, **options)
     start_from(config, engine=engine)
     return engine
+
+
+def row_logprobs(engine: Engine | BaseModel, *, tokens: Tensor, temperature: float, size: int) -> Tensor:
+    """Returns the log-probability of every token of rows [S, T], float32 [S, T] on the CPU, in forwards of `size` rows. A collective call."""
+    parts = []
+    with engine.evaluating():
+        for part in tokens.split(size):
+            rows = part.to(engine.process.device)
+            parts.append(token_logprobs(engine(rows), tokens=rows, temperature=temperature).cpu())
+    return torch.cat(parts)
 
 
 class Reference:
@@ -148,7 +158,7 @@ def text_forward(
         if has_large_logits(model, tokens=mask.numel()):
             found = answer_logprobs(model, layout=layout, mask=mask)
             return found.new_zeros(len(own.tokens)).index_copy(0, own.answer.nonzero().squeeze(1), found)
-        return token_logprobs(answer_logits(model, layout=layout, mask=mask), sequences=own)
+        return counted_logprobs(answer_logits(model, layout=layout, mask=mask), sequences=own)
 
     return layout, logprobs_of
 

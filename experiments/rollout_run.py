@@ -10,7 +10,7 @@ from experiments.alignment import start_from
 from experiments.best import Best
 from experiments.models import Values, build
 from experiments.packing import packs_rollouts
-from experiments.prompts import Prompts
+from experiments.prompts import PAD, Prompts
 from experiments.reference import BaseModel, build_frozen
 from experiments.reward_models import RewardModel, open_reward_model
 from ztk.config import Config, open_environments
@@ -26,6 +26,7 @@ from ztk.rl.rollout import (
     Episode,
     GuardPolicy,
     Guards,
+    RolloutPolicy,
     Rollouts,
     RolloutWeights,
     Routers,
@@ -166,11 +167,25 @@ def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
     return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))
 
 
-def cut_of(config: Config) -> Cut:
-    """Returns the tokens that draws are restricted to."""
+def rollout_policy(
+    config: Config, *, stops: tuple[int, ...], weights: RolloutWeights, packs: bool, keeps_experts: bool = False
+) -> RolloutPolicy:
+    """Returns how answers are drawn by the keys of `rollout`. stops: tokens that end an answer."""
     rollout = config.rollout
     top_p = 1.0 if rollout.top_p is None else rollout.top_p
-    return Cut(top_k=rollout.top_k or 0, top_p=top_p, min_p=rollout.min_p or 0.0)
+    return RolloutPolicy(
+        length=config.data.seq_len,
+        micro_batch=config.train.micro_batch_size,
+        max_tokens=rollout.max_tokens,
+        stops=stops,
+        pad=PAD,
+        temperature=rollout.temperature,
+        seed=config.train.seed,
+        weights=weights,
+        packs=packs,
+        cut=Cut(top_k=rollout.top_k or 0, top_p=top_p, min_p=rollout.min_p or 0.0),
+        keeps_experts=keeps_experts,
+    )
 
 
 def open_weights(config: Config, *, actor: Engine) -> SettledWeights:

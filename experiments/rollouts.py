@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from experiments.episodes import episode_metrics, played
-from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
-from experiments.rollout_run import Run, cut_of
+from experiments.rollout_run import Run, rollout_policy
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
@@ -95,20 +94,8 @@ def requests_of(run: Run, *, first_prompt: int | None = None) -> Requests:
 
 def policy_of(run: Run, *, is_trained: bool) -> RolloutPolicy:
     """Returns how answers are drawn. is_trained: the policy learns from them."""
-    config, rollout = run.config, run.config.rollout
-    return RolloutPolicy(
-        length=config.data.seq_len,
-        micro_batch=config.train.micro_batch_size,
-        max_tokens=rollout.max_tokens,
-        stops=run.prompts.stops,
-        pad=PAD,
-        temperature=rollout.temperature,
-        seed=config.train.seed,
-        weights=run.weights.weights,
-        packs=run.packs,
-        cut=cut_of(config),
-        keeps_experts=is_trained and run.routers is not None,
-    )
+    given = {"stops": run.prompts.stops, "weights": run.weights.weights, "packs": run.packs}
+    return rollout_policy(run.config, keeps_experts=is_trained and run.routers is not None, **given)
 
 
 def settle_drawer(run: Run) -> str | None:

@@ -11,12 +11,12 @@ from ztk.rl.align import (
     PairLogprobs,
     PairwisePolicy,
     Sequences,
+    counted_logprobs,
     dpo_loss,
     dpo_losses,
     last_values,
     pairwise_losses,
     segment_sums,
-    token_logprobs,
 )
 
 LENGTHS = [5, 3, 4, 6, 5, 4, 3, 7]  # four pairs
@@ -83,7 +83,7 @@ def test_sequences_that_do_not_fit_are_refused(tokens, lengths, answer, says):
 
 def logprobs_of(logits: torch.Tensor, *, sequences: Sequences) -> torch.Tensor:
     """From the logits of all tokens, [T, V]."""
-    return token_logprobs(logits[sequences.answer.nonzero().squeeze(1) - 1], sequences=sequences)
+    return counted_logprobs(logits[sequences.answer.nonzero().squeeze(1) - 1], sequences=sequences)
 
 
 def test_log_probabilities_by_hand():

@@ -29,7 +29,7 @@ from ztk.rl.align.records import (
     read_prompts,
     without_rejected,
 )
-from ztk.rl.align.sequences import Packing, Sequences, segment_sums, token_logprobs
+from ztk.rl.align.sequences import Packing, Sequences, counted_logprobs, segment_sums
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 from ztk.rl.align.tilt import Frontier
 from ztk.rl.align.token_losses import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
@@ -59,6 +59,7 @@ __all__ = [
     "TokenLoss",
     "Truncation",
     "answer_end",
+    "counted_logprobs",
     "distill_losses",
     "divergence",
     "dpo_loss",
@@ -77,7 +78,6 @@ __all__ = [
     "read_examples",
     "read_prompts",
     "segment_sums",
-    "token_logprobs",
     "token_weights",
     "value_loss",
     "without_rejected",

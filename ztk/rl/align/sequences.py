@@ -131,7 +131,7 @@ class Packing:
         return rows.index_copy(0, self.places, packed).view(-1, length)
 
 
-def token_logprobs(rows: Tensor, *, sequences: Sequences) -> Tensor:
+def counted_logprobs(rows: Tensor, *, sequences: Sequences) -> Tensor:
     """Returns log p(token | previous tokens of its sequence), from the logits that predict the N counted tokens: [N, V] -> [T].
 
     0 for tokens that do not count. The result is float64 for float64 logits, else float32.

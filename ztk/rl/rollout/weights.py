@@ -24,9 +24,7 @@ class SettledWeights:
 
 @contextmanager
 def rollout_weights(engine: Engine, *, weights: RolloutWeights) -> Iterator[None]:
-    """Prepares the engine's module for forwards without gradients, in eval mode. A collective call."""
-    if weights is RolloutWeights.auto:
-        weights = settle_weights(engine).weights
+    """Prepares the engine's module for forwards without gradients, in eval mode. weights: whole or streamed. A collective call."""
     with engine.evaluating():
         if weights is RolloutWeights.streamed:
             yield
