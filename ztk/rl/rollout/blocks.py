@@ -191,13 +191,14 @@ class _Group:
                 own = highest[:, block.first :]
                 torch.maximum(own, found, out=own)
         assert highest is not None, "a segment has a block"
-        total, summed = _Rows(torch.float64), _Rows(torch.float32)
+        total = summed = None
         for block, part in scores:
             block.exponentials(part.sub_(highest[:, block.first :]))
-            total.add(part.sum(-1, keepdim=True), first=block.first)
-            summed.add(self._product(part, v[:, block.keys]), first=block.first)
-        sums = total.values.float()
-        out = summed.values.div_(sums)
+            total = _added(total, part.sum(-1, keepdim=True), first=block.first, dtype=torch.float64)
+            summed = _added(summed, self._product(part, v[:, block.keys]), first=block.first, dtype=torch.float32)
+        assert total is not None and summed is not None, "a segment has a block"
+        sums = total.float()
+        out = summed.div_(sums)
         return out.view(-1, out.shape[-1]), highest.add_(sums.log_()).view(-1)
 
     def add_gradients(
@@ -229,36 +230,19 @@ class _Group:
             d_v[:, block.keys] = torch.bmm(weights.mT, d[:, rows])
             d_scores = torch.bmm(d[:, rows], v[:, block.keys].mT).sub_(delta[:, rows]).mul_(weights)
             d_k[:, block.keys] = torch.bmm(d_scores.mT, q[:, rows])
-            part = torch.bmm(d_scores, k[:, block.keys])
-            if d_q is None:
-                d_q = part
-            else:
-                d_q[:, rows] += part
+            d_q = _added(d_q, torch.bmm(d_scores, k[:, block.keys]), first=block.first, dtype=torch.float32)
         assert d_q is not None, "a segment has a block"
         for total, part in ((d_key, d_k), (d_value, d_v)):
             total.index_add_(0, self.key_at, part.view(-1, part.shape[-1]))
         return d_q.mul_(scale).view(-1, d_q.shape[-1])
 
 
-class _Rows:
-    """Sums of all rows, [S K, R G, X], over blocks in order, each of which adds to the rows from its first on. dtype: of the sums."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._values: Tensor | None = None
-
-    def add(self, part: Tensor, *, first: int) -> None:
-        """Adds a block. first: the first row of `part`."""
-        if self._values is None:
-            self._values = part.to(self._dtype)
-        else:
-            self._values[:, first:] += part
-
-    @property
-    def values(self) -> Tensor:
-        """The sums."""
-        assert self._values is not None
-        return self._values
+def _added(total: Tensor | None, part: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
+    """Adds a block's part [S K, rows, X] of the rows from `first` on to the sums of all rows, in place; the first block has all rows."""
+    if total is None:
+        return part.to(dtype)
+    total[:, first:] += part
+    return total
 
 
 def _base(segment: Segment) -> int:
