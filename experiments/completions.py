@@ -1,10 +1,11 @@
-"""`completions.jsonl` of the run folder, and a parquet file of its lines: all answers of all rollouts, as text, with rewards, length and
+"""`samples.jsonl` and `completions.jsonl` of the run folder, and a parquet file of the latter: answers as text, with rewards, length and
 divergence.
 """
 
 import importlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,23 @@ from experiments.episodes import of_episode
 from experiments.rollout_run import Run
 from ztk.rl.rollout import Samples
 
+NUM_SHOWN = 4  # texts per step
 
-def drop_later(path: Path, *, step: int) -> None:
-    """Drops the lines of a file with steps above `step`, which a resumed run will write again, and an incomplete last line."""
-    if path.exists():
-        kept = [line for line in path.read_bytes().split(b"\n") if line and _step_of(line) <= step]
-        path.write_bytes(b"".join(line + b"\n" for line in kept))
+
+class Lines:
+    """A file of JSON lines that a run appends to."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        """Drops the lines with steps above `first_step`, which a resumed run will write again, and an incomplete last line."""
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_bytes().split(b"\n") if line and _step_of(line) <= first_step]
+            path.write_bytes(b"".join(line + b"\n" for line in kept))
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Appends records."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, default=str) + "\n" for record in records)
 
 
 def _step_of(line: bytes) -> float:
@@ -60,33 +72,56 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
     return records
 
 
-class Completions:
-    """Writes the file, on rank 0."""
+class Texts:
+    """The texts of the run folder, with reward, length and KL: some of every rollout in `samples.jsonl`, and with rollout.save_completions
+    all of them in `completions.jsonl`. Rank 0 writes.
+    """
 
     def __init__(self, run: Run, *, first_step: int) -> None:
         """Drops the rows that a run resumed at `first_step` will write again."""
-        self._path = Path(run.config.output_dir) / "completions.jsonl"
-        self._writes = run.process.rank == 0
-        name = run.config.rollout.completions_file
-        self._table = None if name is None else Path(run.config.output_dir, name)
-        if self._writes:
-            drop_later(self._path, step=first_step)
+        folder, rollout = Path(run.config.output_dir), run.config.rollout
+        self._saves, name = bool(rollout.save_completions), rollout.completions_file
+        self._table = None if name is None else folder / name
+        self._samples = self._completions = None
+        if run.process.rank == 0:
+            self._samples = Lines(folder / "samples.jsonl", first_step=first_step)
+            if self._saves:
+                self._completions = Lines(folder / "completions.jsonl", first_step=first_step)
 
     def close(self) -> None:
-        """Writes the lines as parquet, if `rollout.completions_file` names a file. Columns that a line lacks are null in it."""
-        if self._writes and self._table is not None and self._path.exists():
-            lines = importlib.import_module("pyarrow.json").read_json(self._path)
-            importlib.import_module("pyarrow.parquet").write_table(lines, self._table)
+        """Writes all lines as parquet, if `rollout.completions_file` names a file. Columns that a line lacks are null in it."""
+        lines = self._completions
+        if lines is not None and self._table is not None and lines.path.exists():
+            table = importlib.import_module("pyarrow.json").read_json(lines.path)
+            importlib.import_module("pyarrow.parquet").write_table(table, self._table)
+
+    def write_all(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
+        """Writes every answer of all ranks, if the run keeps them, and returns them. A collective call then."""
+        if not self._saves:
+            return []
+        own = answer_records(run, step=step, samples=samples, kl=kl, rows=range(len(samples)))
+        gathered = run.process.mesh.gather_objects(list(zip(samples.numbers.tolist(), own, strict=True)))
+        pairs = sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0])
+        records = [record for _, record in pairs]
+        if self._completions is not None:
+            self._completions.write(records)
+        return records
 
     def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
-        """Writes the answers of all ranks, and returns them. A collective call."""
-        own = answer_records(run, step=step, samples=samples, kl=kl, rows=range(len(samples)))
-        numbers = samples.numbers.tolist()
-        gathered = run.process.mesh.gather_objects(list(zip(numbers, own, strict=True)))
-        records = [
-            record for _, record in sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0])
-        ]
-        if self._writes:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+        """Writes one text for each of the rollout's first prompts, and returns them."""
+        rows = range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]
+        records = answer_records(run, step=step, samples=samples, kl=kl, rows=rows)
+        if self._samples is not None:
+            self._samples.write(records)
         return records
+
+
+def shown(records: list[dict[str, Any]], *, step: int) -> str:
+    """Formats the texts for the screen."""
+    lines = [f"step {step}: texts"]
+    for record in records:
+        near = "" if record["kl"] is None else f"  kl {record['kl']:.3f}"
+        lines.append(
+            f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
+        )
+    return "\n".join(lines)

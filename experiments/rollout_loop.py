@@ -1,16 +1,14 @@
 """A run of `task=grpo` or `task=ppo`: rollout, update, report, checkpoint."""
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from experiments import policies
-from experiments.completions import Completions, answer_records, drop_later
+from experiments.completions import Texts, shown
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
@@ -34,11 +32,9 @@ from ztk import checkpoint
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.report import Reporter, RunFolder
-from ztk.rl.rollout import RolloutStopped, Samples
+from ztk.rl.rollout import RolloutStopped
 from ztk.train.engine import Engine
 from ztk.train.loop import Loop
-
-NUM_SHOWN = 4  # texts per step
 
 # The parts that differ between tasks: filling the buffer from scored samples, and one optimizer step of every trained model.
 Fill = Callable[[Run, Scored], None]
@@ -157,7 +153,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             reporter.say(f"ends after step {loop.step}: {ended_by}")
 
 
-def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
+def roll_out(run: Run, *, reporter: Reporter, texts: Texts, savers: "Savers", fill: Fill) -> None:
     """Samples, scores and shows texts, and fills the buffer. Raises RolloutStopped after a checkpoint if a guard ends the run."""
     config, step = run.config, run.actor.global_steps + 1
     with drawing(run):
@@ -183,49 +179,6 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
 def _is_shown(step: int, *, updates: int, every: int) -> bool:
     """Returns whether to show texts of a rollout for `updates` steps from `step` on: if one of them is a multiple of `every`, or 1."""
     return bool(every) and (step == 1 or (step + updates - 1) // every > (step - 1) // every)
-
-
-class Texts:
-    """`samples.jsonl` of the run folder: texts with reward, length and KL. Rank 0 writes."""
-
-    def __init__(self, run: Run, *, first_step: int) -> None:
-        """Drops the rows that a run resumed at `first_step` will write again."""
-        self._path = Path(run.config.output_dir) / "samples.jsonl"
-        self._writes = run.process.rank == 0
-        if self._writes:
-            drop_later(self._path, step=first_step)
-        self._completions = Completions(run, first_step=first_step) if run.config.rollout.save_completions else None
-
-    def close(self) -> None:
-        """Closes the files."""
-        if self._completions is not None:
-            self._completions.close()
-
-    def write_all(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
-        """Writes every answer of all ranks to `completions.jsonl`, if the run keeps them, and returns them. A collective call."""
-        if self._completions is None:
-            return []
-        return self._completions.write(run, step=step, samples=samples, kl=kl)
-
-    def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
-        """Writes one text for each of the rollout's first prompts, and returns them."""
-        rows = range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]
-        records = answer_records(run, step=step, samples=samples, kl=kl, rows=rows)
-        if self._writes:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, default=str) + "\n" for record in records)
-        return records
-
-
-def shown(records: list[dict[str, Any]], *, step: int) -> str:
-    """Formats the texts for the screen."""
-    lines = [f"step {step}: texts"]
-    for record in records:
-        near = "" if record["kl"] is None else f"  kl {record['kl']:.3f}"
-        lines.append(
-            f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
-        )
-    return "\n".join(lines)
 
 
 class Savers:

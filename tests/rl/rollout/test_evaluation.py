@@ -13,7 +13,7 @@ import torch
 from experiments import alignment as program
 from experiments import rollout_loop as loop
 from experiments.best import Best
-from experiments.completions import drop_later
+from experiments.completions import Lines
 from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
@@ -219,7 +219,7 @@ def test_a_metric_that_never_is_finite_ends_the_run_with_a_reason():
 def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path):
     path = tmp_path / "completions.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    drop_later(path, step=2)
+    Lines(path, first_step=2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
