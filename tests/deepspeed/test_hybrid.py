@@ -7,7 +7,7 @@ from tests.deepspeed import hybrid
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.generation.asked import read_call
 from ztk.deepspeed.generation.texts import situation_refusal, structure_refusal
-from ztk.inference.sample import DrawSteps, _cut, penalised
+from ztk.inference.sample import Draw, cut_of, penalised
 from ztk.rl.rollout.weights import RolloutWeights
 
 CASES = {
@@ -130,8 +130,10 @@ def test_the_distribution_that_a_token_is_drawn_from_is_transformers(more):
     for seed in range(20):
         logits = torch.randn(1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
         expected = torch.softmax(processors(tokens, logits.clone()), dim=-1)[0]
-        scores = penalised(logits[0], steps=DrawSteps(sampling=sampling, prompt=tokens[0].tolist(), answer=[]))
-        found = torch.softmax(_cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling), dim=-1)
+        scores = penalised(logits[0], draw=Draw(sampling=sampling, tokens=tokens[0].tolist(), prompt_length=4))
+        found = torch.softmax(scores / sampling.temperature, dim=-1)
+        found *= cut_of(sampling).kept(found.unsqueeze(0))[0]
+        found /= found.sum()
         assert torch.equal(found > 0, expected > 0) and torch.allclose(found, expected, rtol=1e-9, atol=0)
 
 

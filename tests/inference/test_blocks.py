@@ -14,7 +14,7 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.opening import ReadParameters
-from ztk.inference.sample import DrawSteps, _cut, penalised, select
+from ztk.inference.sample import Draw, cut_of, penalised, select
 from ztk.inference.slots import BlockPool
 from ztk.kernels import set_backend
 from ztk.zero.offload import OffloadPolicy
@@ -143,18 +143,17 @@ def test_sampling_steps_are_made_where_the_logits_are():
         {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {3: 4.0, 5: -2.0}},
         {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 1.5},
     ]
-    steps = [DrawSteps(sampling=SamplingParams(**one), prompt=[1, 2], answer=[3, 3, 9]) for one in options]
-    drawn = select(
-        model.logits(x), steps=steps, temperatures=[one.sampling.temperature for one in steps], keys=list(range(5))
-    )
-    for logits, one, own in zip(model.logits(x).double(), steps, drawn, strict=True):
-        scores = penalised(logits, steps=one)
+    draws = [Draw(sampling=SamplingParams(**one), tokens=[1, 2, 3, 3, 9], prompt_length=2) for one in options]
+    drawn = select(model.logits(x), draws=draws)
+    for logits, one, own in zip(model.logits(x).double(), draws, drawn, strict=True):
+        scores = penalised(logits, draw=one)
         assert own.logprob == pytest.approx(float(logits.log_softmax(0)[own.token]), abs=1e-6)
         if one.sampling.temperature == 0:
             assert (own.token, own.processed_logprob) == (int(scores.argmax()), 0)
             continue
-        kept = _cut(torch.log_softmax(scores / one.sampling.temperature, 0), sampling=one.sampling).log_softmax(0)
-        assert own.processed_logprob == pytest.approx(float(kept[own.token]), abs=1e-6)
+        p = torch.softmax(scores / one.sampling.temperature, 0)
+        p *= cut_of(one.sampling).kept(p.unsqueeze(0))[0]
+        assert own.processed_logprob == pytest.approx(float((p[own.token] / p.sum()).log()), abs=1e-6)
 
 
 def test_answers_to_one_prompt_share_its_blocks():

@@ -11,7 +11,8 @@ import torch
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.sample import DrawSteps, _cut, _likeliest_mass, draw, draw_plain, draws_together, selects, uniform
+from ztk.inference.masks import packed_mask
+from ztk.inference.sample import Cut, Draw, draw, draw_rows, select, selects, uniform
 from ztk.inference.schedule import Scheduler
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -146,22 +147,39 @@ def test_answers_follow_the_distribution_they_report(model):
 
 
 def test_rows_that_are_drawn_together_have_the_bits_of_each_alone():
-    """A trainer's log-probabilities among them, and several temperatures."""
+    """A trainer's log-probabilities among them, several temperatures, and other steps."""
     logits = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
     heat = [1.0, 0.7, 1.3, 0.0]
+    steps = {4: {"top_k": 9}, 7: {"presence_penalty": 0.5}, 8: {"logprobs": 3}, 9: {"top_p": 0.7}, 10: {"min_p": 0.1}}
     sampling = [
         SamplingParams(
-            temperature=heat[row % 4], fp32_logprobs=row % 4 > 0 and row < 7, seed=row, draw_key=("text", row)
+            temperature=heat[row % 4],
+            fp32_logprobs=row in (1, 2, 5, 6),
+            seed=row,
+            draw_key=("text", row) if row % 3 else row,
+            **steps.get(row, {}),
         )
-        if heat[row % 4]
-        else SamplingParams(temperature=0.0)
         for row in range(12)
     ]
-    assert all(draws_together(one) for one in sampling)
-    found = draw_plain(logits, draws=[(one, row % 2, 5 + row) for row, one in enumerate(sampling)])
-    for row, one in enumerate(sampling):
-        alone = draw(logits[row], steps=DrawSteps(sampling=one, prompt=[1] * 5, answer=[2] * row), sample=row % 2)
-        assert found[row] == alone, row
+    draws = [
+        Draw(sampling=one, tokens=[1] * 5 + [2] * row, prompt_length=5, sample=row % 2)
+        for row, one in enumerate(sampling)
+    ]
+    for row, found in enumerate(draw_rows(logits, draws=draws)):
+        assert found == draw(logits[row], by=draws[row]), row
+
+
+def test_requested_logprobs_change_no_draw_of_a_trainer():
+    """Over all tokens, and over kept ones."""
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    for top_p in (1.0, 0.5):
+        plain = SamplingParams(fp32_logprobs=True, top_p=top_p)
+        found, alone = (
+            draw(logits, by=Draw(sampling=one, tokens=[1], prompt_length=1))
+            for one in (replace(plain, logprobs=2), plain)
+        )
+        assert (found.token, found.processed_logprob) == (alone.token, alone.processed_logprob)
+        assert list(found.top) == logits.topk(2).indices.tolist() and alone.top is None
 
 
 @pytest.mark.parametrize(
@@ -172,22 +190,19 @@ def test_a_vocabulary_is_drawn_from_without_a_mask(model, options):
     size, logits = 60, torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, size:] += 20
     mask = torch.arange(VOCABULARY) < size
-    for row in range(6):
-        plain = SamplingParams(seed=row, vocabulary=size if row < 5 else None, **options)
-        alone = draw(logits[row], steps=DrawSteps(sampling=plain, prompt=[70], answer=[]), sample=0)
+    every = [SamplingParams(seed=row, vocabulary=size if row < 5 else None, **options) for row in range(6)]
+    draws = [Draw(sampling=one, tokens=[70], prompt_length=1) for one in every]
+    for row, found in enumerate(draw_rows(logits, draws=draws)):
+        assert found == draw(logits[row], by=draws[row])
         if row < 5:
-            masked = replace(plain, vocabulary=None, token_mask=lambda answer: mask)
-            expected = draw(logits[row], steps=DrawSteps(sampling=masked, prompt=[70], answer=[]), sample=0)
-            assert alone.token == expected.token < size and alone.logprob == expected.logprob
-            assert alone.processed_logprob == pytest.approx(expected.processed_logprob, rel=1e-12)
-    every = [SamplingParams(seed=row, vocabulary=size if row % 2 else None, **options) for row in range(6)]
-    if all(map(draws_together, every)):
-        found = draw_plain(logits, draws=[(one, 0, 1) for one in every])
-        assert found == [
-            draw(logits[row], steps=DrawSteps(sampling=one, prompt=[70], answer=[]), sample=0)
-            for row, one in enumerate(every)
-        ]
-    assert draws_together(every[1]) == draws_together(every[0]) and selects(every[1])  # no row of logits for the host
+            masked = replace(every[row], vocabulary=None, token_mask=lambda answer: mask)
+            bits = packed_mask(masked, state=None, answer=[], size=VOCABULARY)
+            expected = draw(logits[row], by=replace(draws[row], sampling=masked, mask=bits))
+            assert found.token == expected.token < size and found.logprob == expected.logprob
+            if not options.keys() - {"temperature"} and (heat := every[row].temperature):
+                wanted = float((logits[row, :size].double() / heat).log_softmax(0)[found.token])
+                assert found.processed_logprob == pytest.approx(wanted, rel=1e-9)
+    assert selects(every[1])  # no row of logits for the host
     generator = Generator(model, policy=InferencePolicy(cache="blocks"))
     found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=12, vocabulary=20, **options))
     assert max(found[0][0].tokens) < 20
@@ -415,17 +430,27 @@ def test_loading_into_a_busy_engine_is_refused(model):
 
 
 @pytest.mark.parametrize("spread, rounds", [(1.0, False), (3.0, False), (6.0, True)])
-def test_top_p_keeps_the_tokens_of_a_sorted_vocabulary(spread, rounds):
-    """The selection in parts, with ties, does not change the bits of the draw."""
+def test_top_p_keeps_the_tokens_of_a_sorted_vocabulary(spread, rounds, monkeypatch):
+    """The likeliest are found in parts; of equal ones all are kept."""
     logits = spread * torch.randn(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logprobs = torch.log_softmax(logits.mul(4).round().div(4) if rounds else logits, dim=-1)
+    p = torch.softmax(logits.mul(4).round().div(4) if rounds else logits, dim=-1)
+    ordered, sizes, topk = p.sort(descending=True).values, [], torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, count: sizes.append(count) or topk(self, count))
     for top_p in (1e-9, 0.5, 0.9, 0.999999):
-        ordered, order = logprobs.sort(descending=True, stable=True)
-        removed = order[ordered.exp().cumsum(-1) - ordered.exp() >= top_p]
-        expected = logprobs.index_fill(0, removed, float("-inf"))
-        assert torch.equal(_cut(logprobs, sampling=SamplingParams(top_p=top_p)), expected)
+        least = ordered[ordered.cumsum(-1) - ordered < top_p * p.sum()][-1]
+        assert torch.equal(Cut(top_p=top_p).kept(p.unsqueeze(0))[0], p >= least)
+    assert sizes[0] == 1024 and (spread < 6 or sizes[:3] == [1024] * 3)  # the vocabulary is not sorted
 
 
-def test_top_p_sorts_the_likely_tokens_alone():
-    logprobs = torch.log_softmax(6.0 * torch.randn(40_000, generator=torch.Generator().manual_seed(0)).double(), dim=-1)
-    assert len(_likeliest_mass(logprobs, mass=0.95)) == 1024
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.6}, {"min_p": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"fp32_logprobs": True}, {"repetition_penalty": 1.0001}])
+def test_equally_likely_tokens_are_all_kept(cut, options):
+    """On the host, for a trainer, and by the kernel: 1 and 3 are as likely, after 0."""
+    logits = torch.tensor([2.0, 1.5, 0.0, 1.5, -1.0])
+    draws = [
+        Draw(sampling=SamplingParams(draw_key=(seed,), **cut, **options), tokens=[4], prompt_length=1)
+        for seed in range(200)
+    ]
+    every = logits.expand(200, -1).contiguous()
+    for found in [draw_rows(every, draws=draws), *([select(every, draws=draws)] if selects(draws[0].sampling) else [])]:
+        assert {one.token for one in found} == {0, 1, 3}

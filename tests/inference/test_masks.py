@@ -7,8 +7,8 @@ import torch
 
 from tests.inference.models import VOCABULARY, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.masks import masked, pack, packed_mask
-from ztk.inference.sample import DrawSteps, draw, draw_plain
+from ztk.inference.masks import pack, packed_mask, refused_by
+from ztk.inference.sample import Draw, draw, draw_rows
 
 PROMPT = [3, 1, 4, 1, 5]
 CACHES = pytest.mark.parametrize("cache", ["slabs", "blocks"])
@@ -53,9 +53,8 @@ def test_packed_masks_name_their_tokens():
     allowed[31] = allowed[63] = True  # sign bits
     packed, shifts = pack(allowed), torch.arange(32, dtype=torch.int32)
     assert torch.equal(((packed.unsqueeze(1) >> shifts) & 1).flatten()[:99].bool(), allowed)
-    scores = masked(torch.zeros(3, 99), masks=[pack(allowed), None, pack(~allowed)])
-    assert torch.equal(scores[0].isfinite(), allowed) and torch.equal(scores[2].isfinite(), ~allowed)
-    assert scores[1].isfinite().all()
+    refused = refused_by([pack(allowed), None, pack(~allowed)], size=99)
+    assert torch.equal(refused[0], ~allowed) and torch.equal(refused[2], allowed) and not refused[1].any()
 
 
 def test_masked_draws_have_the_bits_of_single_ones_and_the_allowed_tokens_probabilities():
@@ -67,10 +66,12 @@ def test_masked_draws_have_the_bits_of_single_ones_and_the_allowed_tokens_probab
     masks = [pack(row) for row in allowed]
     masks[3] = None
     sampling = [SamplingParams(temperature=heat, seed=row) for row, heat in enumerate((0.8, 0.9, 0.0, 0.7, 1.0, 1.3))]
-    found = draw_plain(logits, draws=[(one, 0, 7) for one in sampling], masks=masks)
-    for row, (one, own) in enumerate(zip(sampling, found, strict=True)):
-        steps = DrawSteps(sampling=one, prompt=[0] * 7, answer=[], mask=masks[row])
-        assert draw(logits[row], steps=steps, sample=0) == own
+    draws = [
+        Draw(sampling=one, tokens=[0] * 7, prompt_length=7, mask=mask)
+        for one, mask in zip(sampling, masks, strict=True)
+    ]
+    for row, (one, own) in enumerate(zip(sampling, draw_rows(logits, draws=draws), strict=True)):
+        assert draw(logits[row], by=draws[row]) == own
         scores = logits[row].double().masked_fill(~allowed[row], -torch.inf) if row != 3 else logits[row].double()
         if one.temperature:
             wanted = float(torch.log_softmax(scores / one.temperature, dim=-1)[own.token])

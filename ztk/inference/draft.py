@@ -59,8 +59,7 @@ class DraftModel:
                     self.forget(sequence.slot)
                     continue
                 try:
-                    steps = sequence.draw_steps(own, vocabulary=len(line))
-                    own.append(draw(line, steps=steps, sample=sequence.sample).token)
+                    own.append(draw(line, by=sequence.draw(own, vocabulary=len(line))).token)
                 except NothingDrawn:  # after a guess that the model itself may never draw
                     counts[number] = 0
         return drafts

@@ -19,7 +19,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.sample import Drawn, drawn_of
+from ztk.inference.sample import Draw, Drawn, drawn_of
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
 
@@ -71,7 +71,7 @@ class DecodeGraphs:
         """Graphs so far."""
         return len(self._captured)
 
-    def run(self, tokens: list[int], *, spans: list[Span], temperatures: list[float], keys: list[int]) -> list[Drawn]:
+    def run(self, tokens: list[int], *, spans: list[Span], draws: list[Draw]) -> list[Drawn]:
         """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
         rows, slots = len(spans), [span.slot for span in spans]
         size, width = _power_of_two(rows), _power_of_two(max(len(self._cache.tables[slot]) for slot in slots))
@@ -86,8 +86,8 @@ class DecodeGraphs:
         _fill(found.step.places, places + [-1] * padding)
         self._cache.on_device.update(slots)
         _fill(found.step.tiles, tiles + [[0, 0, row, 0, 0] for row in range(rows, size)])
-        _fill(found.temperatures, temperatures + [0.0] * padding)
-        _fill(found.keys, keys + [0] * padding)
+        _fill(found.temperatures, [one.sampling.temperature for one in draws] + [0.0] * padding)
+        _fill(found.keys, [one.noise_key for one in draws] + [0] * padding)
         found.graph.replay()
         return drawn_of(found.results[:, :rows])
 

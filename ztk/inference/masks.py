@@ -1,10 +1,11 @@
-"""Masks of the tokens that a draw may take, from the sets of a request and the grammar of its answer, as packed bits.
+"""Masks of the tokens that a draw may take, from the sets and the code of a request and the grammar of its answer, as packed bits.
 
 A mask is int32 [ceil(V / 32)] on the CPU: bit t % 32 of word t // 32 allows token t. The host makes it from its own data, so a
 device receives bits and returns nothing.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class NothingDrawn(ValueError):
 def masks_tokens(sampling: SamplingParams) -> bool:
     """Whether draws use a mask of `packed_mask`."""
     has_sets = bool(sampling.allowed_token_ids or sampling.bad_words or sampling.min_tokens)
-    return has_sets or sampling.grammar is not None
+    return has_sets or sampling.grammar is not None or sampling.token_mask is not None
 
 
 def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer: list[int], size: int) -> Tensor | None:
@@ -30,35 +31,26 @@ def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer:
     state: of the answer, where the request has a grammar.
 
     Raises:
-        NothingDrawn: no token is left, or the grammar fails.
+        NothingDrawn: no token is left, or the grammar or the token mask fails.
     """
-    if not masks_tokens(sampling):
-        return None
     words = None
     if state is not None:
         words = _of_grammar(state, answer=answer, size=size)
         if words is None:
             return None
     if sampling.allowed_token_ids:
-        own = _of_tokens(sampling.allowed_token_ids, size=size)
-        words = own if words is None else words & own
+        words = _both(words, _of_tokens(sampling.allowed_token_ids, size=size))
+    if sampling.token_mask is not None:
+        words = _both(words, pack(_allowed(sampling.token_mask, answer=answer, size=size)))
     if banned := _banned(sampling, answer=answer):
         words = torch.full((_words(size),), -1, dtype=torch.int32) if words is None else words.clone()
         for token in banned:
             words[token // _WORD] &= ~_bits(torch.device("cpu"))[token % _WORD]
     if words is not None and not words.any():
         raise NothingDrawn(
-            "no token is left to draw: allowed_token_ids, bad_words, min_tokens and the grammar of the request exclude each other"
+            "no token is left to draw: allowed_token_ids, bad_words, min_tokens, token_mask and the grammar of the request exclude each other"
         )
     return words
-
-
-def masked(scores: Tensor, *, masks: list[Tensor | None]) -> Tensor:
-    """Scores [R, V] with the tokens that the mask of their row leaves out at -inf; the same tensor where no row has a mask."""
-    if all(mask is None for mask in masks):
-        return scores
-    refused = refused_by(masks, size=scores.shape[1], device=scores.device)
-    return scores.masked_fill(refused, float("-inf"))
 
 
 def refused_by(masks: list[Tensor | None], *, size: int, device: torch.device | None = None) -> Tensor:
@@ -74,6 +66,24 @@ def pack(allowed: Tensor) -> Tensor:
     padded = torch.zeros(_words(len(allowed)) * _WORD, dtype=torch.int32)
     padded[: len(allowed)] = allowed
     return (padded.view(-1, _WORD) * _bits(padded.device)).sum(1, dtype=torch.int32)
+
+
+def _both(words: Tensor | None, other: Tensor) -> Tensor:
+    return other if words is None else words & other
+
+
+def _allowed(mask: Callable[[list[int]], Tensor], *, answer: list[int], size: int) -> Tensor:
+    """bool [size]. The mask is the caller's code: its errors end only this request."""
+    try:
+        allowed = mask(answer)
+    except Exception as error:  # noqa: BLE001
+        raise NothingDrawn(f"sampling.token_mask failed: {type(error).__name__}: {error}") from error
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool or allowed.shape != (size,):
+        shown = f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise NothingDrawn(f"sampling.token_mask returned {shown}: must be bool [{size}], the tokens of the vocabulary")
+    if not allowed.any():
+        raise NothingDrawn("sampling.token_mask allows no token: let it allow one, the end token for example")
+    return allowed
 
 
 def _of_grammar(state: GrammarState, *, answer: list[int], size: int) -> Tensor | None:

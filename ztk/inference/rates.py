@@ -13,7 +13,7 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
-from ztk.inference.sample import DrawSteps, draw
+from ztk.inference.sample import Draw, draw
 from ztk.inference.steps import Span
 from ztk.inference.stream import BUFFERS, StreamedLayers
 
@@ -102,7 +102,7 @@ def _link(layers: StreamedLayers) -> float:
 def _draw(model: InferenceModel | StreamedModuleModel) -> None:
     line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
-        draw(line, steps=DrawSteps(sampling=SamplingParams(), prompt=[0], answer=[]), sample=0)
+        draw(line, by=Draw(sampling=SamplingParams(), tokens=[0], prompt_length=1))
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ztk.inference.masks import packed_mask
+from ztk.inference.masks import masks_tokens, packed_mask
 from ztk.inference.policy import Completion, GrammarState, PromptLogprob, SamplingParams
-from ztk.inference.sample import Drawn, DrawSteps
+from ztk.inference.sample import Draw, Drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +63,15 @@ class Sequence:
         """Tokens drawn so far."""
         return self.tokens[self.prompt_length :]
 
-    def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
-        """The steps of the draw after these guesses. Raises NothingDrawn as `packed_mask`."""
-        answer = [*self.answer, *drafts]
-        mask = packed_mask(self.sampling, state=self.state, answer=answer, size=vocabulary)
-        return DrawSteps(sampling=self.sampling, prompt=self.tokens[: self.prompt_length], answer=answer, mask=mask)
+    def draw(self, drafts: list[int], *, vocabulary: int) -> Draw:
+        """The draw after these guesses. Raises NothingDrawn as `packed_mask`."""
+        tokens, mask = [*self.tokens, *drafts] if drafts else self.tokens, None
+        if masks_tokens(self.sampling):
+            answer = tokens[self.prompt_length :]
+            mask = packed_mask(self.sampling, state=self.state, answer=answer, size=vocabulary)
+        return Draw(
+            sampling=self.sampling, tokens=tokens, prompt_length=self.prompt_length, sample=self.sample, mask=mask
+        )
 
     def completion(self) -> Completion:
         """The result of `generate` for this sequence."""

@@ -12,7 +12,7 @@ from experiments.rollouts import draw, layout_of, logprobs_of, score_samples
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.rl.rollout.test_device import OPTIONS, run_of
 from ztk.inference import SamplingParams
-from ztk.inference.sample import Cut, draw_keeping
+from ztk.inference.sample import Cut, Draw, draw_rows
 from ztk.nn import loss as losses
 from ztk.rl.rollout import Samples, cached
 
@@ -34,7 +34,7 @@ P = torch.tensor([[0.4, 0.05, 0.3, 0.2, 0.05]])
     ],
 )
 def test_which_tokens_stay(cut, expected):
-    assert Cut(**cut).kept(P.log())[0].nonzero().flatten().tolist() == expected
+    assert Cut(**cut).kept(P.double())[0].nonzero().flatten().tolist() == expected
 
 
 def test_draws_do_not_depend_on_the_batch():
@@ -44,9 +44,9 @@ def test_draws_do_not_depend_on_the_batch():
         SamplingParams(temperature=(0.7, 1.3)[row % 2], top_p=0.8, min_p=0.02 * (row % 3), seed=row, fp32_logprobs=True)
         for row in range(150)
     ]
-    draws = [(sampling, 0, 5) for sampling in each]
-    for row, drawn in enumerate(draw_keeping(logits, draws=draws)):
-        [alone] = draw_keeping(logits[row : row + 1], draws=draws[row : row + 1])
+    draws = [Draw(sampling=sampling, tokens=[0] * 5, prompt_length=5) for sampling in each]
+    for row, drawn in enumerate(draw_rows(logits, draws=draws)):
+        [alone] = draw_rows(logits[row : row + 1], draws=draws[row : row + 1])
         assert (drawn.token, drawn.kept.tolist()) == (alone.token, alone.kept.tolist()) and drawn.token in drawn.kept
         over = logits[row][drawn.kept.long()] / each[row].temperature
         expected = float(logits[row, drawn.token] / each[row].temperature - over.logsumexp(0))
