@@ -27,11 +27,10 @@ from pathlib import Path
 import torch
 
 from ztk.core.runtime.system_memory import machine_memory
+from ztk.inference.base import Model
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS, DraftModel
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.parts import Item
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
@@ -356,7 +355,7 @@ class Room:
 
 
 def room_of(
-    model: InferenceModel | ModuleModel,
+    model: Model,
     *,
     policy: InferencePolicy,
     slots: int,
@@ -403,12 +402,12 @@ def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
     return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=attention_bytes(of, positions=1))
 
 
-def drafting_of(model: InferenceModel | ModuleModel) -> Drafting:
+def drafting_of(model: Model) -> Drafting:
     """Memory of a draft model used with streamed layers."""
     nbytes = sum(product.nbytes for product in model.products())
     return Drafting(description=model.description, nbytes=nbytes, working=_working(model, rows=PROMPT_TOKENS))
 
 
-def _working(model: InferenceModel | ModuleModel, *, rows: int) -> int:
+def _working(model: Model, *, rows: int) -> int:
     """Working memory of a step of `rows` rows. The head counts as a layer, because prompts may be scored."""
     return rows * row_bytes(model.description, inner=max(product.shape[0] for product in model.products()))

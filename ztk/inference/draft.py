@@ -7,9 +7,8 @@ models, the more drafts are accepted.
 
 import torch
 
+from ztk.inference.base import Model
 from ztk.inference.masks import NothingDrawn
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.requests import Sequence
 from ztk.inference.sample import draw
 from ztk.inference.slab_cache import SlabCache
@@ -21,7 +20,7 @@ PROMPT_TOKENS = 2048  # computed at one time
 class DraftModel:
     """A small model with its own cache, which has the engine's slots. count: the largest number of proposed tokens."""
 
-    def __init__(self, model: InferenceModel | ModuleModel, *, slots: int, count: int) -> None:
+    def __init__(self, model: Model, *, slots: int, count: int) -> None:
         self.model, self.count = model, count
         self._cache = SlabCache(model.description, slots=slots)
         self._contents: list[list[int]] = [[] for _ in range(slots)]

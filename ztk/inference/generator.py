@@ -316,8 +316,7 @@ class Generator:
     @property
     def adapters(self) -> Mapping[str, int]:
         """The adapters that requests may name, each with the bytes of its own copies of weights, which `weight_bytes` includes."""
-        found = self._model.adapters if isinstance(self._model, InferenceModel) else None
-        return {} if found is None else found.nbytes
+        return {} if self._model.adapters is None else self._model.adapters.nbytes
 
     @property
     def weight_bytes(self) -> int:

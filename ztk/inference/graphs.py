@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.inference.base import Model
 from ztk.inference.block_cache import BlockCache, BlockStep
 from ztk.inference.cache import Cache
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.sample import Draw, Drawn, drawn_of
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
@@ -129,7 +129,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def graphs_of(model: InferenceModel | ModuleModel, *, cache: Cache) -> DecodeGraphs | None:
+def graphs_of(model: Model, *, cache: Cache) -> DecodeGraphs | None:
     """Graphs of decoding, if one rank computes the model over blocks on a GPU. Ranks that share a model begin each step with a broadcast,
     which cannot be captured."""
     if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":

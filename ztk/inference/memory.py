@@ -11,14 +11,13 @@ and scales follow from the weights alone, so answers are as exact as without.
 import torch
 from torch import nn
 
+from ztk.inference.base import Model
 from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.cache import Cache
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.capacity import Room, StreamPlan, free_device_memory, free_memory, room_of, room_of_drafts
 from ztk.inference.draft import DraftModel
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.opening import Opening
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
@@ -33,9 +32,7 @@ _SCALED = 256  # tokens of the text that scales are found by
 _LARGEST = 56  # at most, of its elements divided by their scale
 
 
-def open_draft(
-    module: nn.Module | None, *, policy: InferencePolicy, follows: bool
-) -> InferenceModel | ModuleModel | None:
+def open_draft(module: nn.Module | None, *, policy: InferencePolicy, follows: bool) -> Model | None:
     """The draft model, with weights of the same format. follows: this rank draws nothing.
 
     Raises:
@@ -58,9 +55,7 @@ def open_draft(
     return model
 
 
-def drafts_of(
-    model: InferenceModel | ModuleModel | None, *, policy: InferencePolicy, vocabulary: int
-) -> DraftModel | None:
+def drafts_of(model: Model | None, *, policy: InferencePolicy, vocabulary: int) -> DraftModel | None:
     """Drafts of an opened model. vocabulary: tokens of the model that answers. Raises ValueError for another one."""
     if model is None:
         return None
@@ -74,7 +69,7 @@ def drafts_of(
 
 
 def shared_memory(
-    model: InferenceModel | ModuleModel,
+    model: Model,
     *,
     policy: InferencePolicy,
     positions: int,
@@ -101,9 +96,7 @@ def shared_memory(
     return cache, Scheduler(policy, slots=SlabSlots(cache, room=room, draft_model=drafts), drafts=drafts)
 
 
-def _block_cache(
-    model: InferenceModel | ModuleModel, *, policy: InferencePolicy, slots: int, positions: int
-) -> BlockCache:
+def _block_cache(model: Model, *, policy: InferencePolicy, slots: int, positions: int) -> BlockCache:
     """A cache for `slots` sequences of up to `positions` tokens each, or for as many of those tokens as fit into memory.
 
     Raises:
@@ -133,7 +126,7 @@ def _block_cache(
 
 
 @torch.inference_mode()
-def find_scales(model: InferenceModel | ModuleModel, *, cache: Cache) -> None:
+def find_scales(model: Model, *, cache: Cache) -> None:
     """Computes the scales of an empty fp8 cache from the model's weights. A collective call of the ranks that share the model."""
     if not isinstance(cache, BlockCache) or cache.dtype != torch.uint8:
         return

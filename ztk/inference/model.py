@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.adapters import Adapters, MixedMlp, StepRows
+from ztk.inference.base import Model
 from ztk.inference.cache import Cache
-from ztk.inference.caches import scratch
 from ztk.inference.describe import Subject
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.ops import ops_of
@@ -29,11 +29,10 @@ from ztk.kernels import draw_rows
 _YIELD = 0.001  # seconds between parts of an embedding, in which steps of answers take the lock
 
 
-class InferenceModel:
-    """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
+class InferenceModel(Model):
+    """Computes the families that ztk reads itself. Not a Module: it has no gradients, and weights are replaced all at once.
 
-    ranks: share the model. `weights` then are this rank's part, and `description` has this rank's heads. adapters: of rows whose span has
-    one.
+    ranks: share the model. `weights` then are this rank's part. adapters: of rows whose span has one.
 
     Raises:
         ValueError: an activation that is not supported.
@@ -61,27 +60,19 @@ class InferenceModel:
         return self.placement.has_blocks and self.ranks is None
 
     def products(self) -> list[Product]:
-        """All products in memory, the head last."""
         return [*(self.adapters.products() if self.adapters else ()), *self.weights.products()]
 
     def stream(self, layers: Iterable[Layer]) -> None:
         """Takes the layers from `layers` from now on."""
         self.weights.layers = layers
 
-    def scratch(self, positions: int) -> Cache:
-        """A cache for one sequence of so many tokens."""
-        return scratch(self.description, placement=self.placement, positions=positions)
-
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. Every rank that shares the model makes the call."""
         x = self.forward(tokens, spans=spans, cache=cache)
         if not rows:
             return x.new_empty(0, self.description.vocab_size, dtype=torch.float32)
         return self.logits(x if rows == list(range(len(x))) else x[rows])
 
     def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
-        """The first layer whose output is not finite, for rows of one sequence alone, or None. A collective call of the ranks that share
-        the model."""
         found: list[int] = []
         self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None

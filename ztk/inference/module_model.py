@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.core.runtime import CommMismatch, PeerLost
+from ztk.inference.base import Model
 from ztk.inference.cache import Cache
-from ztk.inference.caches import scratch
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.module_cut import Linear, ModuleCut
 from ztk.inference.placement import Placement
@@ -84,17 +84,14 @@ def _reasons(module: Any) -> Iterator[str]:
         yield f"rope_type={ropes.pop()}: its angles depend on the text's length"
 
 
-class ModuleModel:
-    """A copy of a model's modules that computes rows of several sequences, with the same interface to the engine as `InferenceModel`.
+class ModuleModel(Model):
+    """A copy of a model's modules that computes rows of several sequences.
 
-    state: the parameters by name, in their full shapes and any dtype. ranks: share the linear layers. `description` then has this rank's
-    heads.
+    state: the parameters by name, in their full shapes and any dtype. ranks: share the linear layers.
 
     Raises:
         ValueError: a model that cannot run over the cache, or that its ranks cannot divide, with the reason.
     """
-
-    can_draw = False  # the module ends with logits
 
     def __init__(
         self, module: Any, *, state: Mapping[str, Tensor], placement: Placement, ranks: Ranks | None = None
@@ -116,12 +113,7 @@ class ModuleModel:
         self._try_out()
 
     def products(self) -> list[Product]:
-        """Its linear layers that are in memory."""
         return self._products
-
-    def scratch(self, positions: int) -> Cache:
-        """As of `InferenceModel`."""
-        return scratch(self.description, placement=self.placement, positions=positions)
 
     def _placed(self, name: str, layer: Linear) -> None:
         """Called when a linear layer has its product."""
@@ -136,8 +128,7 @@ class ModuleModel:
         rows: list[int],
         heads: "dict[int, Heads] | None" = None,
     ) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. A collective call of the ranks that share the model.
-        heads: receives each layer's heads, and attention is skipped."""
+        """As of `Model`. heads: receives each layer's heads, and attention is skipped."""
         step, device = cache.step(spans), self.placement.device
         one = _Pass(
             step=step,
@@ -179,7 +170,6 @@ class ModuleModel:
             raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
 
     def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
-        """As of `InferenceModel`."""
         found: list[int] = []
 
         def look(number: int, out: Any) -> None:

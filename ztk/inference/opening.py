@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ztk.core.policies.inference import adapter_faults, calibration_faults
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.adapters import Adapters, Merged, adapted_layers
+from ztk.inference.base import Model
 from ztk.inference.calibration import Calibration
 from ztk.inference.capacity import (
     USUAL_SEQUENCES,
@@ -83,7 +84,7 @@ class Opened:
     """A model that computes. plan, streamed: None where all weights are in memory and were not planned.
     packed_bytes: of the layers and the head of a packed folder."""
 
-    model: InferenceModel | ModuleModel
+    model: Model
     subject: Subject
     plan: StreamPlan | None = None
     streamed: StreamedLayers | None = None
@@ -112,9 +113,7 @@ class Opening:
         """
         return self._packed(model) if isinstance(model, Packed) else self._module(model)
 
-    def reopened(
-        self, source: nn.Module | TrainingEngine, *, like: InferenceModel | ModuleModel, subject: Subject
-    ) -> InferenceModel | ModuleModel:
+    def reopened(self, source: nn.Module | TrainingEngine, *, like: Model, subject: Subject) -> Model:
         """The model `like` with the weights that a module or a training engine has now."""
         module, state = _source(source)
         own = subject if is_own_family(module) else None
@@ -167,7 +166,7 @@ class Opening:
 
     def _built(
         self, module: nn.Module, *, subject: Subject | None, state: Mapping[str, Tensor], placement: Placement
-    ) -> InferenceModel | ModuleModel:
+    ) -> Model:
         """The model over a state in memory, or this rank's part of it. subject: None, where the model runs its own modules."""
         if subject is None:
             return ModuleModel(module, state=state, placement=placement, ranks=self.ranks)

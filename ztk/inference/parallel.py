@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.comm import Comm
+from ztk.inference.base import Model
 from ztk.inference.cache import Cache
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.ranks import Ranks, computing
 from ztk.inference.steps import Span
 
@@ -27,7 +26,7 @@ _STEP, _LOCATE, _BEAT, _END = range(4)
 class Computing:
     """Steps of `model` over `cache`, by this process alone. `Generator.load` replaces the model."""
 
-    def __init__(self, model: InferenceModel | ModuleModel, *, cache: Cache) -> None:
+    def __init__(self, model: Model, *, cache: Cache) -> None:
         self.model, self.cache = model, cache
 
     def logits(self, tokens: list[int], *, spans: list[Span], rows: list[int]) -> Tensor:
@@ -48,7 +47,7 @@ class Computing:
 class Leading(Computing):
     """Rank 0: sends each call to the other ranks, which compute it over their parts of the model."""
 
-    def __init__(self, model: InferenceModel | ModuleModel, *, cache: Cache, ranks: Ranks) -> None:
+    def __init__(self, model: Model, *, cache: Cache, ranks: Ranks) -> None:
         super().__init__(model, cache=cache)
         self._channel, self._ranks = Channel(ranks.comm), ranks
         cache.record()

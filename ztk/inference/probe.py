@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.inference.base import Model
 from ztk.inference.cache import Cache
 from ztk.inference.cache_attention import differing_tile
 from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
 from ztk.inference.products import Product
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
@@ -27,7 +27,7 @@ _TOKENS = 48
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tuple[int, int]]]:
+def check_model(model: Model) -> frozenset[tuple[str, tuple[int, int]]]:
     """Checks that a row's bits do not depend on other rows: `check_tiles` and `check_rows`, or `check_schedules` of a model that runs its own
     modules, or `check_block_rows` over blocks. Returns and raises as `check_rows`."""
     if model.placement.has_blocks:
@@ -42,7 +42,7 @@ def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tup
     return exact
 
 
-def settle_products(model: InferenceModel | ModuleModel, *, exact: frozenset[tuple[str, tuple[int, int]]]) -> None:
+def settle_products(model: Model, *, exact: frozenset[tuple[str, tuple[int, int]]]) -> None:
     """Fixes the memory of products. Products of the kinds and shapes in `exact` compute a lone row once, the others twice."""
     for product in model.products():
         product.settle(doubles=product_key(product) not in exact)
@@ -104,7 +104,7 @@ def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, i
 
 
 @torch.inference_mode()
-def check_schedules(model: ModuleModel) -> None:
+def check_schedules(model: Model) -> None:
     """Checks that a text has the same logits alone and together with another one, in pieces.
 
     Raises:
@@ -130,7 +130,7 @@ def check_schedules(model: ModuleModel) -> None:
 
 
 @torch.inference_mode()
-def check_block_rows(model: InferenceModel | ModuleModel) -> None:
+def check_block_rows(model: Model) -> None:
     """Computes one text in one piece, and in pieces of other numbers of rows, and compares the bits.
 
     Logs a warning if they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
@@ -188,7 +188,7 @@ def _message(subject: str, *, odd: int) -> str:
     )
 
 
-def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: bool = False) -> None:
+def check_module(model: Model, *, module: Any, eager: bool = False) -> None:
     """Computes one text by the engine and by `module`, a causal language model of transformers, itself. eager: by its eager attention.
 
     Raises:

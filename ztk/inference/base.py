@@ -1,0 +1,50 @@
+"""The interface of a model to the engine, whatever computes it."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ztk.inference.adapters import Adapters
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache import Cache
+from ztk.inference.cache_attention import BLOCK
+from ztk.inference.describe import Description
+from ztk.inference.placement import Placement
+from ztk.inference.products import Product
+from ztk.inference.ranks import Ranks
+from ztk.inference.slab_cache import SlabCache
+from ztk.inference.steps import Span
+
+
+class Model(ABC):
+    """Computes steps of several sequences over a cache. ranks: share the model; `description` then has this rank's heads."""
+
+    description: Description
+    placement: Placement
+    ranks: Ranks | None
+    adapters: Adapters | None = None
+
+    @abstractmethod
+    def products(self) -> list[Product]:
+        """All products in memory, the head last."""
+
+    @abstractmethod
+    def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. A collective call of the ranks that share the model."""
+
+    @abstractmethod
+    def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
+        """The first layer whose output is not finite, for rows of one sequence alone, or None. A collective call of the ranks that share
+        the model."""
+
+    def scratch(self, positions: int) -> Cache:
+        """A cache for one sequence of so many tokens."""
+        of, place = self.description, self.placement
+        if not place.has_blocks:
+            slabs = SlabCache(of, slots=1)
+            slabs.reserve(positions)
+            return slabs
+        count = -(-positions // BLOCK)
+        blocks = BlockCache(of, slots=1, blocks=count, width=count, device=place.device, dtype=place.dtype)
+        blocks.tables[0] = list(range(count))
+        return blocks
