@@ -1,7 +1,6 @@
 """A sequence's tokens and log-probabilities depend on nothing but the sequence, the weights and the seed."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -182,7 +181,7 @@ def test_attention_of_sequences_side_by_side_has_the_bits_of_each_alone(heads):
     found = step.attend(query, keys=keys, values=values, **options)
     for span in spans:
         own = slice(span.row, span.row + 1)
-        alone = Places([replace(span, row=0)], group=heads // K, kv_heads=K, head_dim=D)
+        alone = Places([span._replace(row=0)], group=heads // K, kv_heads=K, head_dim=D)
         assert not any(tiles.side_by_side for tiles in alone.groups)
         assert torch.equal(found[own], alone.attend(query[own], keys=keys, values=values, **options)), span
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from ztk.inference.block_swap import MainMemory, SwapFile
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Cache, Change
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.steps import Attention, Span
 from ztk.kernels import cache_rows, copy_blocks, make_tiles, paged_attention
-
-_COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +151,7 @@ class BlockCache(Cache):
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks: (source, target) each."""
-        for source, target in pairs:
-            self._note(_COPY, source, target)
+        self._note("copy", pairs)
         flat = self._store.view(self.blocks, -1)
         copy_blocks(flat, torch.tensor(pairs, dtype=torch.int64).to(self.device))
 
@@ -164,53 +161,35 @@ class BlockCache(Cache):
         numbers = list(range(self._saved, self._saved + len(blocks)))
         self._saved += len(blocks)
         self._copies.update(zip(numbers, handles, strict=True))
-        for block in blocks:
-            self._note(_SAVE, block)
+        self._note("save", blocks)
         return numbers
 
     def restore(self, copies: list[int], *, blocks: list[int]) -> None:
         """Copies blocks from `save` into other blocks. Raises DiskError as `SwapFile`."""
-        for number, block in zip(copies, blocks, strict=True):
-            self._note(_RESTORE, number, block)
+        self._note("restore", copies, blocks=blocks)
         self.swap.read([self._copies[number] for number in copies], into=[self._bytes(block) for block in blocks])
 
     def drop(self, copies: list[int]) -> None:
         """Frees copies from `save`."""
-        for number in copies:
-            self._note(_DROP, number)
+        self._note("drop", copies)
         self.swap.free([self._copies.pop(number) for number in copies])
 
     def close(self) -> None:
         self.swap.close()
 
-    def take_log(self, spans: list[Span]) -> list[int]:
+    def take_log(self, spans: list[Span]) -> list[Change]:
         """Includes the changes of the tables of these sequences."""
         for span in spans:
             own, told = self.tables[span.slot], self._told[span.slot]
-            if len(told) > len(own):
-                self._note(_SHORTEN, span.slot, len(own))
-                del told[len(own) :]
-            same = len(told) if own[: len(told)] == told else 0  # a sequence that continues: its new blocks only
-            for place, block in enumerate(own[same:], start=same):
-                if place >= len(told) or told[place] != block:
-                    self._note(_PLACE, span.slot, place, block)
-            told[:] = own
+            if own != told:  # a sequence that continues has new blocks alone
+                start = len(told) if own[: len(told)] == told else 0
+                self._note("place", span.slot, start=start, blocks=own[start:])
+                self._told[span.slot] = own.copy()
         return super().take_log(spans)
 
-    def _repeat(self, change: int, *, numbers: list[int]) -> None:
-        first, second, third = numbers
-        if change == _COPY:
-            self.copy([(first, second)])
-        elif change == _SAVE:
-            self.save([first])
-        elif change == _RESTORE:
-            self.restore([first], blocks=[second])
-        elif change == _DROP:
-            self.drop([first])
-        elif change == _SHORTEN:
-            del self.tables[first][second:]
-        else:
-            self.tables[first][second : second + 1] = [third]
+    def place(self, slot: int, *, start: int, blocks: list[int]) -> None:
+        """Sets the blocks of a slot's table from `start` on."""
+        self.tables[slot][start:] = blocks
 
     def _bytes(self, block: int) -> Tensor:
         return self._store[block].view(-1).view(torch.uint8)

@@ -4,15 +4,17 @@ from abc import ABC, abstractmethod
 
 from ztk.inference.steps import Span, Step
 
+Change = tuple[str, tuple, dict]  # a method of a cache, and its arguments
+
 
 class Cache(ABC):
     """Keys and values of several sequences, each in a slot.
 
-    Where ranks share a model, the leader's cache logs each change as four numbers, and the other ranks repeat the log.
+    Where ranks share a model, the leader's cache logs its changes, and the other ranks repeat the log.
     """
 
     def __init__(self) -> None:
-        self._log: list[int] | None = None
+        self._log: list[Change] | None = None
 
     @property
     @abstractmethod
@@ -37,20 +39,16 @@ class Cache(ABC):
         """Starts the log."""
         self._log = []
 
-    def take_log(self, spans: list[Span]) -> list[int]:
+    def take_log(self, spans: list[Span]) -> list[Change]:
         """The changes since the last call, and those that the other ranks need for a step of `spans`."""
         log, self._log = self._log or [], []
         return log
 
-    def repeat(self, log: list[int]) -> None:
+    def repeat(self, log: list[Change]) -> None:
         """Makes the changes of the leader's `take_log`. Raises DiskError as `SwapFile`."""
-        for at in range(0, len(log), 4):
-            self._repeat(log[at], numbers=log[at + 1 : at + 4])
+        for change, values, named in log:
+            getattr(self, change)(*values, **named)
 
-    @abstractmethod
-    def _repeat(self, change: int, *, numbers: list[int]) -> None:
-        """Makes one change."""
-
-    def _note(self, change: int, *numbers: int) -> None:
+    def _note(self, change: str, *values: object, **named: object) -> None:
         if self._log is not None:
-            self._log += [change, *numbers, *[0] * (3 - len(numbers))]
+            self._log.append((change, values, named))

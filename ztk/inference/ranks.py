@@ -50,6 +50,11 @@ class Ranks:
         with torch.inference_mode(False):
             return self.comm.gather_objects(one)
 
+    def tell(self, message: T | None) -> T:
+        """The first rank's message, on every rank."""
+        with torch.inference_mode(False):
+            return self.comm.broadcast_object(message, label="inference step")
+
     def _gathered(self, part: Tensor) -> Tensor:
         with torch.inference_mode(False):  # the thread that communicates writes into it
             full = torch.empty(self.cut.size, *part.shape, dtype=part.dtype, device=part.device)

@@ -12,7 +12,6 @@ from ztk.inference.describe import Description
 from ztk.inference.steps import Places, SlabStep, Span
 
 GROWTH = 4  # blocks by which all slabs grow
-_ARRANGE, _COPY, _CLEAR = range(3)
 
 
 def rounded(positions: int) -> int:
@@ -81,7 +80,7 @@ class SlabCache(Cache):
     def arrange(self, *, slots: int, positions: int) -> None:
         """Sets the number of slots, each of `positions` rounded up. Keys and values in both layouts stay. One layer's slab at a time exists
         twice."""
-        self._note(_ARRANGE, slots, positions)
+        self._note("arrange", slots=slots, positions=positions)
         wanted = (slots, rounded(positions) // BLOCK)
         if wanted == self.keys[0].shape[:2]:
             return
@@ -96,7 +95,7 @@ class SlabCache(Cache):
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
         """Copies the first `positions` of one slot to another."""
-        self._note(_COPY, source, target, positions)
+        self._note("copy", source, target=target, positions=positions)
         self._written.add(target)
         full, rest = divmod(positions, BLOCK)
         for slab in (*self.keys, *self.values):
@@ -106,15 +105,6 @@ class SlabCache(Cache):
 
     def clear(self, slot: int) -> None:
         """Zeros a slot, because values of a broken sequence would turn a masked zero into NaN."""
-        self._note(_CLEAR, slot)
+        self._note("clear", slot)
         for slab in (*self.keys, *self.values):
             slab[slot] = 0
-
-    def _repeat(self, change: int, *, numbers: list[int]) -> None:
-        first, second, third = numbers
-        if change == _ARRANGE:
-            self.arrange(slots=first, positions=second)
-        elif change == _COPY:
-            self.copy(first, target=second, positions=third)
-        else:
-            self.clear(first)

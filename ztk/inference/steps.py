@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ _LARGE = BLOCK // 2  # places of a sequence that share products, however many ke
 _SCORES = 8 * BLOCK  # places times blocks of keys: short sequences are batched up to it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Rows `row` to `row + length` are tokens of the sequence in `slot` at positions from `start` on. adapter: its number; 0 is the base."""
 
     slot: int

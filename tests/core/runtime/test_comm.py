@@ -75,6 +75,8 @@ def exercise(process, *, transport: str) -> None:
 
             message = everyone[rank].clone()
             comm.broadcast(message, source=world - 1, label="test").wait()
+            obj = {"rows": list(range(n))}  # the largest takes two broadcasts
+            assert comm.broadcast_object(obj if rank == 0 else None, label="test") == obj
             assert torch.equal(message, everyone[world - 1])
     gathered = comm.gather_scalars(torch.tensor([rank, 0.5]), label="test")
     assert gathered.tolist() == [[r, 0.5] for r in range(world)]

@@ -26,6 +26,8 @@ from ztk.core.runtime.ranges import named
 from ztk.core.runtime.serial import SerialThread
 from ztk.core.runtime.streams import current_event, is_capturing
 
+INLINE_BYTES = 1 << 13  # of an object in one broadcast; a larger one takes a second
+
 
 class Work:
     """A collective in flight. After `wait()` its result may be used (on a GPU: by the current stream).
@@ -275,6 +277,21 @@ class Comm:
         padded[: data.numel()].copy_(data)
         rows = self.gather_scalars(padded, label="objects").cpu()
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast_object(self, obj: object, *, label: str) -> Any:
+        """Rank 0's `obj` (picklable) on every rank, by one broadcast if it is small. What the other ranks pass is not read. Waits."""
+        note_read("an object of another rank")
+        data = pickle.dumps(obj) if self.rank == 0 else b""
+        head = len(data).to_bytes(8, "little") + data[: INLINE_BYTES - 8]
+        found = self._broadcast_bytes(head, size=INLINE_BYTES, label=label)
+        size, inline = int.from_bytes(found[:8], "little"), found[8:]
+        return pickle.loads(inline if size <= len(inline) else self._broadcast_bytes(data, size=size, label=label))
+
+    def _broadcast_bytes(self, data: bytes, *, size: int, label: str) -> bytes:
+        """`size` bytes, of which rank 0 has the first ones."""
+        memory = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        self.broadcast(memory, source=0, label=label).wait()
+        return ctypes.string_at(memory.cpu().data_ptr(), size)
 
     def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
         """Sends `obj` (small, picklable) to rank `to`, which calls `recv_object`. The caller keeps the returned works until they are
