@@ -183,48 +183,48 @@ def _single(spans: list[Span], *, tile: int, any_place: bool) -> Tiles:
         return _side_by_side(spans, tile=tile, blocks=max(blocks))
     rows = [span.row for span in spans]
     lines = [0 if any_place else span.start % tile for span in spans]
-    shared = {
-        "tile": tile,
-        "slots": tuple(span.slot for span in spans),
-        "blocks": tuple(blocks),
-        "firsts": torch.tensor([span.start - line for span, line in zip(spans, lines, strict=True)]),
-        "lines": torch.tensor(lines),
-        "any_place": any_place,
-    }
-    if _are_consecutive(rows):
-        consecutive = slice(rows[0], rows[0] + len(rows))
-        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
-    at = torch.tensor(rows)
-    return Tiles(rows=at, targets=at, sources=torch.arange(len(spans)), **shared)
+    return _tiles(
+        rows,
+        targets=rows,
+        sources=list(range(len(rows))),
+        tile=tile,
+        slots=tuple(span.slot for span in spans),
+        blocks=tuple(blocks),
+        firsts=torch.tensor([span.start - line for span, line in zip(spans, lines, strict=True)]),
+        lines=torch.tensor(lines),
+        any_place=any_place,
+    )
 
 
 def _side_by_side(spans: list[Span], *, tile: int, blocks: int) -> Tiles:
     """One row of each sequence; slots between them get unused copies of the first row."""
     first, rows = spans[0].slot, [span.row for span in spans]
     count = spans[-1].slot + 1 - first
-    starts, sources = [0] * count, [span.slot - first for span in spans]
+    starts, every, sources = [0] * count, [rows[0]] * count, [span.slot - first for span in spans]
     for span, source in zip(spans, sources, strict=True):
-        starts[source] = span.start
-    shared = {
-        "tile": tile,
-        "slots": tuple(range(first, first + count)),
-        "blocks": (blocks,) * count,
-        "firsts": torch.tensor(starts),
-        "lines": torch.zeros(count, dtype=torch.int64),
-        "side_by_side": True,
-        "any_place": True,
-    }
-    if count == len(spans) and _are_consecutive(rows):
-        consecutive = slice(rows[0], rows[0] + len(rows))
-        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
-    at = torch.tensor(rows)
-    every = at.new_full((count,), rows[0])
-    every[sources] = at
-    return Tiles(rows=every, targets=at, sources=torch.tensor(sources), **shared)
+        starts[source], every[source] = span.start, span.row
+    return _tiles(
+        every,
+        targets=rows,
+        sources=sources,
+        tile=tile,
+        slots=tuple(range(first, first + count)),
+        blocks=(blocks,) * count,
+        firsts=torch.tensor(starts),
+        lines=torch.zeros(count, dtype=torch.int64),
+        side_by_side=True,
+        any_place=True,
+    )
 
 
-def _are_consecutive(rows: list[int]) -> bool:
-    return rows == list(range(rows[0], rows[0] + len(rows)))
+def _tiles(rows: list, *, targets: list[int], sources: list[int], tile: int, **shared: Any) -> Tiles:
+    """`Tiles`, with slices where every place counts and the targets follow each other."""
+    each = tile if shared["lines"] is None else 1
+    if len(sources) == len(rows) * each and targets == list(range(targets[0], targets[0] + len(targets))):
+        consecutive = slice(targets[0], targets[0] + len(targets))
+        return Tiles(tile=tile, rows=consecutive, targets=consecutive, sources=None, **shared)
+    at = {"rows": torch.tensor(rows), "targets": torch.tensor(targets), "sources": torch.tensor(sources)}
+    return Tiles(tile=tile, **at, **shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,18 +279,17 @@ def _joined(pieces: list[_Piece], *, tile: int, one_sequence: bool = False) -> T
             targets += [row + at for at in counted]
             sources += [len(rows) * tile + at - first for at in counted]
             rows.append([row + min(max(at, span.start), piece.stop - 1) for at in places])
-    shared = {
-        "tile": tile,
-        "slots": tuple(slots),
-        "blocks": tuple(blocks),
-        "firsts": torch.tensor(firsts),
-        "lines": None,
-        "one_sequence": one_sequence,
-    }
-    if len(sources) == len(rows) * tile and _are_consecutive(targets):
-        consecutive = slice(targets[0], targets[0] + len(targets))
-        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
-    return Tiles(rows=torch.tensor(rows), targets=torch.tensor(targets), sources=torch.tensor(sources), **shared)
+    return _tiles(
+        rows,
+        targets=targets,
+        sources=sources,
+        tile=tile,
+        slots=tuple(slots),
+        blocks=tuple(blocks),
+        firsts=torch.tensor(firsts),
+        lines=None,
+        one_sequence=one_sequence,
+    )
 
 
 def _blocks(positions: int) -> int:
