@@ -8,14 +8,8 @@ from tests.inference.schedules import alone, run_schedule
 from tests.inference.trained import held_out, trained_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
 from ztk.inference.products import Affine, Product
-from ztk.inference.quantised import (
-    GROUP,
-    Int4Product,
-    Int8Product,
-    largest_step,
-    quantise_int4,
-    quantise_int8,
-)
+from ztk.inference.quantised import GROUP, Int4Product, Int8Product, largest_step, quantise_int4
+from ztk.kernels import quantise_weight
 
 FORMATS = ("int8", "int4")
 PRODUCTS = {"int8": Int8Product, "int4": Int4Product}
@@ -39,7 +33,7 @@ def dequantise_int4(steps: torch.Tensor, *, scales: torch.Tensor) -> torch.Tenso
 
 def test_an_int8_weight_is_within_half_a_step():
     weight = weights(out=48, columns=320)
-    steps, scale = quantise_int8(weight)
+    steps, scale = quantise_weight(weight, kind="int8")
     assert steps.abs().max() <= 127 and (steps.abs().amax(1)[weight.abs().amax(1) > 0] >= 126).all()
     error = (weight.double() - steps.double() * scale.double().unsqueeze(1)).abs()
     # The product and quotient in fp32: 2^-22 of the weight in addition to the half step.
@@ -93,7 +87,7 @@ def test_a_product_is_that_of_the_rounded_weights(format, columns):
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
     found = PRODUCTS[format](Affine(weight=weight, bias=bias))(x)
     if format == "int8":
-        steps, scale = quantise_int8(weight)
+        steps, scale = quantise_weight(weight, kind="int8")
         stored = steps.double() * scale.double().unsqueeze(1)
         rows, sums, rounding = x.double(), 4, 0.0
         # An input is off by half a step of the lower plane at most, of which one of the upper plane has 2 p.

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.products import Affine, Product, in_groups
+from ztk.kernels import quantise_weight
 from ztk.kernels.shared.fitting import GROUP, fit_weight
 
 _OUTPUTS = 16  # int4: outputs are packed by so many
@@ -47,13 +48,6 @@ def largest_step() -> int:
     return 127 if found.eq(64 * 127 * _STEPS8).all() else 63
 
 
-def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight fp32 [out, in] -> int8 [out, in] and scales fp32 [out]."""
-    scale = (weight.abs().amax(1) / _STEPS8).clamp(min=torch.finfo(torch.float32).tiny)
-    steps = (weight / scale.unsqueeze(1)).round_().clamp_(-_STEPS8, _STEPS8)
-    return steps.to(torch.int8), scale
-
-
 def quantise_int4(weight: Tensor, *, moments: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]. moments: of the
     inputs, as in `fit_weight`."""
@@ -71,9 +65,10 @@ class Int8Product(Product):
         out, columns = affine.weight.shape
         self.shape, self.doubles, self._bias = (out, columns), True, affine.bias
         full, own, _ = in_groups(affine, group=1)
-        steps, scale = quantise_int8(full)
-        self._steps = torch.ops.onednn.qlinear_prepack(steps[:, own.start : own.stop].contiguous(), None)
+        steps, scale = quantise_weight(full, kind="int8")
+        assert scale is not None, "int8 has scales"
         self._scale = scale
+        self._steps = torch.ops.onednn.qlinear_prepack(steps[:, own.start : own.stop].contiguous(), None)
         self.nbytes = out * columns + self._scale.nbytes
 
     def multiply(self, x: Tensor) -> Tensor:
