@@ -22,6 +22,7 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.sample import Draw, Drawn, drawn_of
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
+from ztk.kernels.launch.grids import next_power_of_2
 
 # From a function to a graph with `replay` of its launches, and the tensor of any shape into which the graph writes. Tests replace
 # `CudaCapture`.
@@ -74,7 +75,7 @@ class DecodeGraphs:
     def run(self, tokens: list[int], *, spans: list[Span], draws: list[Draw]) -> list[Drawn]:
         """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
         rows, slots = len(spans), [span.slot for span in spans]
-        size, width = _power_of_two(rows), _power_of_two(max(len(self._cache.tables[slot]) for slot in slots))
+        size, width = next_power_of_2(rows), next_power_of_2(max(len(self._cache.tables[slot]) for slot in slots))
         found = self._captured.get((size, width))
         if found is None:
             found = self._captured[size, width] = self._new(size, width=width)
@@ -123,10 +124,6 @@ def _fill(buffer: Tensor, values: list) -> None:
     """Copies from page-locked memory, so that the host does not wait. The buffer is unused: the previous step has ended."""
     source = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
     buffer.copy_(source, non_blocking=True)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def graphs_of(model: Model, *, cache: Cache) -> DecodeGraphs | None:

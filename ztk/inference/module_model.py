@@ -309,7 +309,7 @@ def _copy_over_products(
     for name, part in list(own.named_modules()):
         activation = _ACTIVATIONS.get(type(part).__name__)
         if activation is not None:
-            _replace(own, name=name, by=_Activation(activation))
+            own.set_submodule(name, _Activation(activation))
             continue
         columns = type(part).__name__ == "Conv1D" and hasattr(part, "nf")
         if not columns and not isinstance(part, nn.Linear):
@@ -319,7 +319,7 @@ def _copy_over_products(
         affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
         made = head_product if part is head else product
         layer = Linear(made(affine)) if cut is None else cut.linear(name, full=affine, product=made)
-        _replace(own, name=name, by=layer)
+        own.set_submodule(name, layer)
         placed(name, layer)
     if cut is not None:
         cut.tell_attention(own)
@@ -331,11 +331,6 @@ def _copy_over_products(
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)
     own.set_attn_implementation(NAME)
     return own.eval()
-
-
-def _replace(module: nn.Module, *, name: str, by: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, by)
 
 
 def _fp32(value: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
+from ztk.inference.draft import common_length
+
 _AT_ONCE = 64  # windows whose log-probabilities are in memory together
 
 
@@ -151,7 +153,7 @@ def encode_choices(
     joined = [encode(prompt + choice) for choice in choices]
     if not all(joined):
         raise ValueError("a choice has no token; write its text")
-    shared = min(min(_common(alone, tokens), len(tokens) - 1) for tokens in joined)
+    shared = min(min(common_length(alone, other=tokens), len(tokens) - 1) for tokens in joined)
     context = [*begin, *joined[0][:shared]]
     if not context:
         if first is None:
@@ -176,9 +178,3 @@ def score_choices(scorer: Scorer, *, examples: list[EncodedChoices]) -> list[lis
         )
     )
     return [[next(found) for _ in example.endings] for example in examples]
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
