@@ -9,7 +9,7 @@ import torch
 
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap, memory, probe
+from ztk.inference import Generator, InferencePolicy, SamplingParams, memory, probe
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.cache_attention import BLOCK
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
@@ -108,9 +108,8 @@ def test_preemption_copies_blocks_and_computes_nothing_again(monkeypatch):
     assert sum(rows) == sum(60 + 69 for _ in prompts)
 
 
-def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
-    """More of them than move at one time; a request that is cancelled while it waits gives its places back."""
-    monkeypatch.setattr(block_swap, "_AT_ONCE", 2)
+def test_preempted_blocks_are_kept_in_files(tmp_path):
+    """A request that is cancelled while it waits gives its places back."""
     model, sampling = build_decoder(), SamplingParams(max_tokens=70, temperature=0)
     prompts = [[number] * 120 for number in range(1, 5)]
     policy = BLOCKS
@@ -127,7 +126,7 @@ def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
         generator.step()
     for request in requests:
         generator.cancel(request.id)
-    assert sorted(swap._free) == list(range(swap._places))
+    assert len({id(slot) for slot in swap._free}) == len(swap._free) == len(swap._store._slots) > 0
     assert list(tmp_path.iterdir()) == []
     generator.close()
 

@@ -118,8 +118,7 @@ def _block_cache(model: Model, *, policy: InferencePolicy, slots: int, positions
         )
     swap = None
     if policy.offload is not None:
-        pin = place.device.type == "cuda"
-        swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype), pin=pin)
+        swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype))
     cache = BlockCache(of, slots=slots, blocks=blocks, width=each, device=place.device, dtype=dtype, swap=swap)
     find_scales(model, cache=cache)
     return cache
