@@ -37,14 +37,15 @@ class Model(ABC):
         """The first layer whose output is not finite, for rows of one sequence alone, or None. A collective call of the ranks that share
         the model."""
 
-    def scratch(self, positions: int) -> Cache:
-        """A cache for one sequence of so many tokens."""
+    def scratch(self, positions: int, *, slots: int = 1) -> Cache:
+        """A cache for sequences of so many tokens."""
         of, place = self.description, self.placement
         if not place.has_blocks:
-            slabs = SlabCache(of, slots=1)
+            slabs = SlabCache(of, slots=slots)
             slabs.reserve(positions)
             return slabs
         count = -(-positions // BLOCK)
-        blocks = BlockCache(of, slots=1, blocks=count, width=count, device=place.device, dtype=place.dtype)
-        blocks.tables[0] = list(range(count))
+        blocks = BlockCache(of, slots=slots, blocks=slots * count, width=count, device=place.device, dtype=place.dtype)
+        for slot, table in enumerate(blocks.tables):
+            table.extend(range(slot * count, (slot + 1) * count))
         return blocks

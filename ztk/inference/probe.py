@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from ztk.inference.base import Model
-from ztk.inference.cache import Cache
 from ztk.inference.cache_attention import differing_tile
 from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
 from ztk.inference.products import Product
-from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 
 _log = logging.getLogger(__name__)
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
 _PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps over blocks
+_THIRDS = (16, 1, 31)  # of steps of a model's own modules
 _TOKENS = 48
 # Of the largest logit. fp32: rounding stays below 1e-5, an option of config.json that is read wrongly shows as percents; 16 bits: the module
 # itself rounds by 2^-8 in each operation.
@@ -28,17 +27,29 @@ _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def check_model(model: Model) -> frozenset[tuple[str, tuple[int, int]]]:
-    """Checks that a row's bits do not depend on other rows: `check_tiles` and `check_rows`, or `check_schedules` of a model that runs its own
-    modules, or `check_block_rows` over blocks. Returns and raises as `check_rows`."""
+    """Checks that a row's bits do not depend on other rows: `check_tiles` and `check_rows`, or `differing_piece` of a model that runs its own
+    modules. Over blocks logs a warning: the model still answers, as with `exact=False`. Returns as `check_rows`.
+
+    Raises:
+        ValueError: a row differs.
+    """
     if model.placement.has_blocks:
-        if model.placement.exact:
-            check_block_rows(model)
+        if model.placement.exact and (odd := differing_piece(model, pieces=_PIECES, is_alone=True)) is not None:
+            _log.warning(
+                "steps of %d rows differ on this device from one of all: an answer depends on the sequences of its batch, as with "
+                "inference.exact=false",
+                odd,
+            )
         return frozenset()
     check_tiles(model.description)
     if isinstance(model, InferenceModel):
         return check_rows(model)
     exact = check_products(model.products())
-    check_schedules(model)
+    if differing_piece(model, pieces=_THIRDS, is_alone=False) is not None:
+        raise ValueError(
+            f"model_type={model.description.family}: its own modules' results for a sequence depend on other sequences of the step on this "
+            "processor, so answers would not be exact; generate with the model's own generate()"
+        )
     return exact
 
 
@@ -104,59 +115,28 @@ def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, i
 
 
 @torch.inference_mode()
-def check_schedules(model: Model) -> None:
-    """Checks that a text has the same logits alone and together with another one, in pieces.
-
-    Raises:
-        ValueError: the logits differ.
-    """
+def differing_piece(model: Model, *, pieces: tuple[int, ...], is_alone: bool) -> int | None:
+    """Computes a text in one piece, and in pieces of so many rows, next to pieces of another text unless `is_alone`. Returns the rows of the
+    first piece with other logits, or None."""
     of = model.description
-    text = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
-    middle, rows = len(text) // 3, list(range(len(text)))
-    alone, span = model.scratch(len(text)), Span(slot=0, start=0, length=len(text), row=0)
-    expected = model.own_logits(text, spans=[span], cache=alone, rows=rows)
-    cache, found = SlabCache(of, slots=3), []
-    cache.reserve(len(text))
-    for start, stop in ((0, middle), (middle, middle + 1), (middle + 1, len(text))):
-        other = Span(slot=0, start=start, length=stop - start, row=0)
-        own = Span(slot=2, start=start, length=stop - start, row=stop - start)
-        tokens, at = torch.cat([text[start:stop].flip(0), text[start:stop]]), range(own.row, own.row + own.length)
-        found.append(model.own_logits(tokens, spans=[other, own], cache=cache, rows=list(at)))
-    if not torch.equal(torch.cat(found), expected):
-        raise ValueError(
-            f"model_type={of.family}: its own modules' results for a sequence depend on other sequences of the step on this processor, so "
-            "answers would not be exact; generate with the model's own generate()"
-        )
-
-
-@torch.inference_mode()
-def check_block_rows(model: Model) -> None:
-    """Computes one text in one piece, and in pieces of other numbers of rows, and compares the bits.
-
-    Logs a warning if they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
-    """
-    of = model.description
-    length = min(sum(_PIECES), of.max_len)
-    tokens = random_tokens(of.vocab_size, count=length)
-
-    def logits(start: int, *, count: int, cache: Cache) -> Tensor:
-        span = Span(slot=0, start=start, length=count, row=0)
-        return model.own_logits(tokens[start : start + count], spans=[span], cache=cache, rows=list(range(count)))
-
-    full, start = logits(0, count=length, cache=model.scratch(length)), 0
-    cache = model.scratch(length)
-    for piece in _PIECES:
-        count = min(piece, length - start)
-        if not count:
-            return
-        if not torch.equal(logits(start, count=count, cache=cache), full[start : start + count]):
-            _log.warning(
-                "steps of %d and %d rows differ on this device: an answer depends on the sequences of its batch, as with inference.exact=false",
-                count,
-                length,
-            )
-            return
+    text = random_tokens(of.vocab_size, count=min(sum(pieces), of.max_len))
+    span, cache = Span(slot=0, start=0, length=len(text), row=0), model.scratch(len(text))
+    expected = model.own_logits(text, spans=[span], cache=cache, rows=list(range(len(text))))
+    cache, start = model.scratch(len(text), slots=1 if is_alone else 3), 0
+    for count in pieces:
+        tokens = part = text[start : start + count]
+        if not len(part):
+            break
+        spans = [Span(slot=0, start=start, length=len(part), row=0)]
+        if not is_alone:
+            tokens = torch.cat([part.flip(0), part])
+            spans.append(spans[0]._replace(slot=2, row=len(part)))
+        rows = list(range(len(tokens) - len(part), len(tokens)))
+        found = model.own_logits(tokens, spans=spans, cache=cache, rows=rows)
+        if not torch.equal(found, expected[start : start + count]):
+            return count
         start += count
+    return None
 
 
 def random_tokens(vocabulary: int, *, count: int) -> Tensor:
