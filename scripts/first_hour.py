@@ -4,12 +4,13 @@
     bash FOLDER/first.sh RESULTS                           # on the GPU machine, in the checkout: at most 560 s
     python scripts/first_hour.py read RESULTS              # here: writes experiments/results/GPU/first_hour.{json,md}
     python scripts/first_hour.py run RESULTS --dry-run     # every step on a CPU with small sizes
+    python scripts/first_hour.py run RESULTS --set more    # further steps on one GPU; `--set several`: on 2 or more ranks
 
 Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
-files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml.
+files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The sets `more` and `several` add their rows. On one GPU
+the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then. `scripts/gpu_item.py` describes the steps.
 """
 
-import argparse
 import base64
 import json
 import os
@@ -24,10 +25,12 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import parser_of
 from scripts.first_hour_page import read
 from ztk.core.launch import allocator_settings
 
@@ -51,42 +54,83 @@ class Step:
     together: int = 0
 
 
-def steps(*, dry: bool, work: Path) -> list[Step]:
-    """The steps, most important first. work: folder for temporary files."""
+def item(*words: str, dry: bool, limit: float, together: int = 0, options: Sequence[str] = ()) -> Step:
+    """A step that runs an item of `scripts/gpu_item.py`."""
+    command = (sys.executable, "scripts/gpu_item.py", *words, "--device", "cpu" if dry else "cuda", *options)
+    return Step(name=" ".join((*words, *options)), limit=limit, command=command, together=together)
 
-    def item(*words: str, limit: float, together: int = 0) -> Step:
-        command = (sys.executable, "scripts/gpu_item.py", *words, "--device", "cpu" if dry else "cuda")
-        return Step(name=" ".join(words), limit=limit, command=command, together=together)
 
+def steps(*, dry: bool, work: Path, kind: str = "first") -> list[Step]:
+    """The steps of a set, most important first. work: folder for temporary files."""
+    match kind:
+        case "more":
+            made = more_steps(dry=dry)
+        case "several":
+            made = several_steps(dry=dry)
+        case _:
+            made = first_steps(dry=dry, work=work)
+    return [replace(step, limit=step.limit * SLOWER) for step in made] if dry else made
+
+
+def more_steps(*, dry: bool) -> list[Step]:
+    """Further steps on one GPU."""
+    contenders = ("plain", "plain+kernels", "ztk3", "ztk2+cpu")
+    return [
+        item("machine", dry=dry, limit=25),
+        item("job", dry=dry, limit=240),
+        item("overlap", "ztk2+cpu", dry=dry, limit=45),
+        *(item("speed", contender, dry=dry, limit=60) for contender in contenders),
+    ]
+
+
+def several_steps(*, dry: bool) -> list[Step]:
+    """Steps on as many ranks as there are GPUs; on two ranks of one GPU, or of the CPU."""
+    import torch  # late, because it takes seconds
+
+    gpus = 0 if dry else torch.cuda.device_count()
+    options = ("--ranks", str(max(2, gpus)), *(["--shared"] if gpus < 2 else []))
+    peers = ("fsdp2", "ddp") if gpus > 1 else ()
+    several = partial(item, dry=dry, options=options)
+    return [
+        item("machine", dry=dry, limit=25),
+        *(several("identity", precision, limit=60) for precision in ("fp32", "bf16")),
+        several("volume", limit=45),
+        *(several("overlap", contender, limit=50) for contender in ("ztk1", "ztk3", "ztk3+cpu")),
+        *(several("speed", contender, limit=40) for contender in ("ztk0", "ztk1", "ztk3", *peers)),
+    ]
+
+
+def first_steps(*, dry: bool, work: Path) -> list[Step]:
+    """The steps of the first minutes."""
+    one = partial(item, dry=dry)
     tests = ("tests/kernels/test_gpu.py", "tests/parallel/recompute/test_gpu.py")
     workers = ("-n", str(min(14, os.cpu_count() or 1))) if not dry else ()
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *workers, "-p", "no:cacheprovider")
     bench = (sys.executable, "scripts/bench_kernels.py", "--minutes", "0.25", *(["--dry-run"] if dry else []))
-    made = [
-        item("machine", limit=25),
+    return [
+        one("machine", limit=25),
         Step(name="tests", limit=110, command=(*pytest, f"--junit-xml={work / 'tests.xml'}", *tests)),
-        item("nccl", limit=110, together=1),
-        *(item("identity", precision, limit=110, together=1) for precision in ("fp32", "bf16", "fp16")),
-        *(item("memory", *row.split(), limit=110, together=1) for row in ("0 none", "1 none", "3 none", "2 cpu", "3 cpu")),
-        item("answers", limit=30),
-        item("decode", limit=30),
-        *(item("speed", contender, limit=35) for contender in ("ztk0", "fsdp2")),
-        item("overlap", "ztk3+cpu", limit=45),
+        one("nccl", limit=110, together=1),
+        *(one("identity", precision, limit=110, together=1) for precision in ("fp32", "bf16", "fp16")),
+        *(one("memory", *row.split(), limit=110, together=1) for row in ("0 none", "1 none", "3 none", "2 cpu", "3 cpu")),
+        one("answers", limit=30),
+        one("decode", limit=30),
+        *(one("speed", contender, limit=35) for contender in ("ztk0", "fsdp2")),
+        one("overlap", "ztk3+cpu", limit=45),
         *(
             Step(name=f"kernels {op}", limit=35, command=(*bench, "--to", str(work / op), "--ops", op))
             for op in KERNELS
         ),
     ]  # fmt: skip
-    return [replace(step, limit=step.limit * SLOWER) for step in made] if dry else made
 
 
-def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
+def run(results: Path, *, dry: bool, only: Sequence[str], kind: str = "first") -> int:
     """Runs the steps and writes their rows. Returns the number of failed steps."""
     results.mkdir(parents=True, exist_ok=True)
     deadline, failed = time.monotonic() + SECONDS * (SLOWER if dry else 1.0), 0
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        todo = [step for step in steps(dry=dry, work=work) if not only or step.name in only]
+        todo = [step for step in steps(dry=dry, work=work, kind=kind) if not only or step.name in only]
         while todo:
             together = [step for step in todo if step.together and step.together == todo[0].together] or todo[:1]
             todo = [step for step in todo if step not in together]
@@ -190,7 +234,7 @@ def prepare(folder: Path, *, target: str) -> int:
         'python3 -m pip install -q --no-index --no-deps --target /tmp/first_hour "$here"/*.whl\n'
         f'mkdir -p {PROGRAMS} && tar -xJf "$here"/triton.tar.xz -C {PROGRAMS}\n'
         f"export PYTHONPATH=/tmp/first_hour TRITON_CACHE_DIR={PROGRAMS} WANDB_MODE=disabled PYTHONUNBUFFERED=1\n"
-        'exec python3 scripts/first_hour.py run "$1"\n'
+        'exec python3 scripts/first_hour.py run "$@"\n'
     )
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{len(list(folder.iterdir()))} files, {nbytes / 1e6:.1f} MB in {folder}")
@@ -237,10 +281,11 @@ def library_hash(wheel: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("verb", choices=("prepare", "run", "read"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", nargs="+", default=(), help="names of steps (default: all)")
+    parser.add_argument("--set", default="first", choices=("first", "more", "several"), help="of steps")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU with small sizes")
     parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"), help="of compiled kernels")
     options = parser.parse_args()
@@ -248,7 +293,7 @@ def main() -> int:
         case "prepare":
             return prepare(options.folder, target=options.target)
         case "run":
-            return int(bool(run(options.folder, dry=options.dry_run, only=options.steps)))
+            return int(bool(run(options.folder, dry=options.dry_run, only=options.steps, kind=options.set)))
         case _:
             return read(options.folder)
 

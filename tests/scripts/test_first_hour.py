@@ -32,6 +32,19 @@ def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
     assert "| answers | done |" in page and "| cross_entropy | 3x41 | forward | ztk |" in page
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["more", "several"])
+def test_further_steps_run_on_a_cpu(kind, tmp_path):
+    """The ranks of a CPU share it, as those of one GPU do."""
+    assert first_hour.run(tmp_path, dry=True, only=(), kind=kind) == 0
+    rows = {row["name"]: row["result"] for row in rows_of(tmp_path)}
+    if kind == "more":
+        assert rows["job"]["steps"] == 2 and rows["speed plain"]["tokens_per_second"] > 0
+    else:
+        assert len(set(rows["identity bf16 --ranks 2 --shared"]["digests"].values())) == 2
+        assert rows["volume --ranks 2 --shared"]["counted"]["3"] > 3
+
+
 def rows_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
@@ -144,5 +157,8 @@ def test_the_hash_of_a_library_comes_from_its_wheel(tmp_path):
 
 def test_all_steps_fit_their_time(tmp_path):
     """Steps that run at the same time count once."""
-    limits = {step.together or step.name: step.limit for step in first_hour.steps(dry=False, work=tmp_path)}
-    assert sum(limits.values()) <= first_hour.SECONDS
+    for kind in ("first", "more", "several"):
+        limits = {
+            step.together or step.name: step.limit for step in first_hour.steps(dry=False, work=tmp_path, kind=kind)
+        }
+        assert sum(limits.values()) <= first_hour.SECONDS, kind

@@ -39,7 +39,8 @@ from triton.runtime import cache as triton_cache
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from scripts.gpu_item import DECODED, LARGE, LLAMA, MEDIUM, SMALL
+from scripts.gpu_item import DECODED, LLAMA
+from scripts.gpu_training import LARGE, MEDIUM, SMALL
 from tests.kernels.aot.engine import run_engine
 from tests.kernels.aot.record import noting, run_model, run_op
 from tests.kernels.aot.sweep import shapes
