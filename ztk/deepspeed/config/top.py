@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config import watching
 from ztk.deepspeed.config.keys import (
     Findings,
@@ -18,12 +17,10 @@ from ztk.deepspeed.config.keys import (
     fixed,
     hint,
     keys_of,
-    nearest,
     number,
     one_of,
     optional,
     read_section,
-    shown,
     takes,
     whole_number,
 )
@@ -130,7 +127,7 @@ SECTIONS = {
     ),
     "datastates_ckpt": ("host_cache_size",),
 }
-_INSTEAD = {"compile": "compile the model with torch.compile before"}
+_OR_ELSE = {"compile": ", or compile the model with torch.compile before"}
 REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
@@ -157,28 +154,15 @@ def read_checkpoint(given: object, *, findings: Findings) -> str:
 
 def check_absent(given: dict, *, findings: Findings) -> None:
     """Adds faults for enabled unsupported sections and for misspelt keys."""
-    for name, keys in SECTIONS.items():
-        section = given.get(name)
-        if section is None:
+    for name, names in SECTIONS.items():
+        if given.get(name) is None:
             continue
-        if not isinstance(section, dict):
-            findings.faults.append(f"{name}: must be an object {{...}}, not {section!r}")
-            continue
-        wrong = [key for key in section if key not in keys]
-        for key in wrong:
-            findings.faults.append(f"{name}.{key}: there is no such key{did_you_mean(nearest(key, known=keys))}")
-        if not wrong and (active := _active(section, keys=keys)):
-            instead = f", or {_INSTEAD[name]}" if name in _INSTEAD else ""
-            key = active if active == "enabled" else f"{active}={shown(section[active])}"
-            findings.faults.append(f"{name}.{key}: not offered by ztk's DeepSpeed layer yet; leave it out{instead}")
-
-
-def _active(section: dict, *, keys: tuple[str, ...]) -> str | None:
-    """Returns the key that enables the section, or None."""
-    if "enabled" in keys:
-        return "enabled" if section.get("enabled", False) not in (False, None) else None
-    # True equals 1, which is neutral as a degree of parallelism but enables a feature.
-    return next((key for key, value in section.items() if value is True or value not in _OFF), None)
+        why = f"not offered by ztk's DeepSpeed layer yet; leave it out{_OR_ELSE.get(name, '')}"
+        keys = dict.fromkeys(names, fixed(*_OFF, why=why))
+        if "enabled" in names:
+            ignored = dict.fromkeys(names, takes(anything, auto=True, null=None))
+            keys = ignored | {"enabled": fixed(False, None, why=why)}
+        read_section(given[name], path=f"{name}.", keys=keys, findings=findings)
 
 
 _NOT_YET = "not offered by ztk yet; leave it out"
