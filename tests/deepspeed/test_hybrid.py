@@ -171,7 +171,11 @@ def test_the_section():
 
     assert parse(enabled=False, max_out_tokens=64).hybrid is None
     made = parse(enabled=True, max_out_tokens=64, release_inference_cache=True, tp_gather_partition_size=4)
-    assert (made.hybrid.max_out_tokens, made.hybrid.weights, made.hybrid.releases) == (64, RolloutWeights.whole, True)
+    assert (made.hybrid.max_out_tokens, made.hybrid.weights, made.hybrid.release_inference_cache) == (
+        64,
+        RolloutWeights.whole,
+        True,
+    )
     assert any("tp_gather_partition_size=4" in note for note in made.notes)
     assert parse(enabled=True, pin_parameters=False).hybrid.weights is RolloutWeights.streamed
     made = parse(enabled=True, inference_tp_size=2)

@@ -91,12 +91,25 @@ def read_pipeline(given: object, *, findings: Findings) -> int:
     return values.get("activation_checkpoint_interval", 0)
 
 
-_HYBRID_KEYS = {
-    "enabled": takes(boolean),
-    "max_out_tokens": takes(whole_number(1)),
-    "inference_tp_size": takes(whole_number(1)),
-    "release_inference_cache": takes(boolean),
-    "pin_parameters": takes(boolean),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hybrid:
+    """The section with its own names. max_out_tokens: of prompt and answer together. release_inference_cache: frees the buffers of
+    gathered parameters after every text.
+    """
+
+    enabled: bool = False
+    max_out_tokens: Annotated[int, whole_number(1)] = 512
+    inference_tp_size: Annotated[int, whole_number(1)] = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+
+    @property
+    def weights(self) -> RolloutWeights:
+        """Whether parameters are gathered once per text, or for every forward."""
+        return RolloutWeights.whole if self.pin_parameters and self.inference_tp_size == 1 else RolloutWeights.streamed
+
+
+_HYBRID_KEYS = keys_of(Hybrid) | {
     "tp_gather_partition_size": hint(
         whole_number(1),
         "with pin_parameters=false as many layers are gathered ahead as stage3_prefetch_bucket_size has room for",
@@ -106,28 +119,17 @@ _HYBRID_KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hybrid:
-    """max_out_tokens: of prompt and answer together. weights: gathered once per text, or for every forward. releases: frees the buffers
-    of gathered parameters after every text.
-    """
-
-    max_out_tokens: int
-    weights: RolloutWeights
-    releases: bool
-
-
 def read_hybrid(given: object, *, stage: int, world_size: int, tensor_degree: int, findings: Findings) -> Hybrid | None:
     """Reads the section. Returns None if it is off or missing."""
     if given is None:
         return None
     own = Findings()
-    values = read_section(given, path="hybrid_engine.", keys=_HYBRID_KEYS, findings=own)
+    hybrid = Hybrid(**read_section(given, path="hybrid_engine.", keys=_HYBRID_KEYS, findings=own))
     findings.faults += own.faults
-    if not values.get("enabled", False):
+    if not hybrid.enabled:
         return None
     findings.notes += own.notes
-    size, pinned = values.get("inference_tp_size", 1), values.get("pin_parameters", True)
+    size = hybrid.inference_tp_size
     if world_size % size:
         fitting = max(k for k in range(1, size) if world_size % k == 0)
         findings.faults.append(
@@ -138,22 +140,15 @@ def read_hybrid(given: object, *, stage: int, world_size: int, tensor_degree: in
             "hybrid_engine.enabled: not offered with tensor_parallel, whose ranks would draw different tokens; leave one of them out"
         )
     if stage < 3:
-        acting = [
-            name
-            for name, acts in (("pin_parameters=False", not pinned), (f"inference_tp_size={size}", size > 1))
-            if acts
-        ]
+        acting = {"pin_parameters=False": not hybrid.pin_parameters, f"inference_tp_size={size}": size > 1}
         findings.notes += [
             f"hybrid_engine.{name}: acts at stage 3; this is stage {stage}, where every rank keeps all parameters"
-            for name in acting
+            for name, acts in acting.items()
+            if acts
         ]
     elif size > 1:
         findings.notes.append(
             f"hybrid_engine.inference_tp_size={size}: no layer is cut; every rank gathers one unit at a time instead, as with "
             "pin_parameters=false"
         )
-    return Hybrid(
-        max_out_tokens=values.get("max_out_tokens", 512),
-        weights=RolloutWeights.whole if pinned and size == 1 else RolloutWeights.streamed,
-        releases=values.get("release_inference_cache", False),
-    )
+    return hybrid

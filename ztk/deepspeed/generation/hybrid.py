@@ -47,7 +47,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             if tokens is None:
                 with self._merged(wanted=settings.weights is RolloutWeights.whole):
                     tokens = generate(self, *inputs, weights=settings.weights, **options)
-        if settings.releases:
+        if settings.release_inference_cache:
             self.empty_partition_cache()
         return tokens
 
