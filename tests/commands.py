@@ -1,7 +1,7 @@
 """`python run.py ...` as a fork of the interpreter that forks the ranks of `RankPool`: torch is imported once for many commands.
 
-The command forks its ranks, too. Its effects, output and exit codes equal run.py's: tests/cli/test_run.py starts run.py as a user does and
-compares the two.
+The command forks its ranks, too. Its effects, output and exit codes equal run.py's, which tests/cli/test_run.py compares. But where a run
+ends, it draws no picture and a shorter text: tests/cli/test_wheel.py has both.
 """
 
 import atexit
@@ -99,8 +99,13 @@ def _be_rank(child: Child, *, log: IO | None, prepare) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         words = list(child.command[child.command.index("-m") + 1 :])
         _become(words, environment=dict(child.environment), files=[] if log is None else [log.name] * 2)
+        from experiments import pretrain
         from ztk import worker
+        from ztk.report import reporter
 
+        # The picture takes 0.4 s, and on every rank a text of 160 bytes as long.
+        pretrain.SAMPLE_BYTES = pretrain.SAMPLE_TOKENS = 8
+        reporter._draw = lambda folder: None
         worker.main()
         code = 0
     except SystemExit as ended:

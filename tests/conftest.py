@@ -9,11 +9,13 @@ from multiprocessing.util import Finalize
 # Read once, when the first test module imports ztk.kernels; only `set_backend("triton")` interprets kernels then. On a machine with
 # a GPU: TRITON_INTERPRET=0 pytest -m gpu
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported, also in the ranks
 
 import pytest
 import torch
 
 from tests import workers
+from tests.composing import speed_up_hydra
 from tests.interpreter import speed_up_interpreter
 from tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown  # noqa: F401 hooks
 from tests.ranks import RankPool
@@ -22,6 +24,7 @@ from tests.ranks import RankPool
 torch.set_num_threads(1)
 
 speed_up_interpreter()
+speed_up_hydra()
 
 # Tests, their ranks and the programs they start leave folders; all lie in one, which goes with this process, after multiprocessing's own
 # (of priority -100). `tmp_path` stays outside, where pytest keeps the last three sessions'.

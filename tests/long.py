@@ -39,7 +39,7 @@ SAMPLED = {
     "tests/checkpoint/test_saving.py::test_a_failed_save_raises_on_all_ranks_and_harms_nothing": 2,
     "tests/cli/test_run.py::test_a_sweep_names_a_file_that_is_cut": 2,
     "tests/cli/test_run.py::test_torchrun_makes_one_folder_and_shows_the_error": 2,
-    "tests/config/test_config.py::test_every_option_composes": 2,
+    "tests/config/test_config.py::test_every_option_composes": 3,
     "tests/deepspeed/serving/test_streaming.py::test_every_rank_has_its_own_text": 2,
     "tests/deepspeed/test_checkpointing.py::test_the_documents_block_changes_no_bit": 2,
     "tests/deepspeed/test_torch_optimizers.py::test_every_stage_and_tier_has_torchs_bits": 2,

@@ -48,6 +48,8 @@ def test_it_trains_as_the_checkout_does(installed, tmp_path):
         found[name] = json.loads((place / "run" / "summary.json").read_text())
     assert found["ztk"]["steps"] == 5 and found["ztk"]["status"] == "done"
     assert found["ztk"]["loss_digest"] == found["run.py"]["loss_digest"]
+    # tests/commands.py leaves these out.
+    assert len(found["ztk"]["sample"]) > len(found["run.py"]["sample"]) and (tmp_path / "ztk/run/run.png").is_file()
 
 
 def test_a_users_program_runs_next_to_ztks(installed, tmp_path):

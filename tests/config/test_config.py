@@ -47,38 +47,36 @@ def test_resolved_configurations_are_the_recorded_ones(name, overrides, monkeypa
     assert to_yaml(composed(*overrides)) == (GOLDENS / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("group", sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"}))
-def test_every_option_composes(group, tmp_path):
-    for option in GROUPS[group]:
-        if (
-            (group, option)
-            in {
-                ("model", "hf"),
-                ("lora", "adapter"),
-                ("hardware", "here"),
-                ("task", "distill"),
-            }
-            or option == "own"
-        ):  # need an object, a folder or a file: tests/config/test_hugging_face.py, test_here.py, test_distill.py
-            continue
-        model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
-        if group == "topology" and re.search(r"ep\d", option):
-            model = ("model=tiny_moe",)
-        if group == "algorithm":
-            model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
-        if group == "hardware":
-            model = ("task=plan",)
-        if option in ("generate", "serve", "eval") or group == "weights":
-            model = (f"inference.model={tmp_path}",)
-        if group == "weights":
-            model += ("task=serve", *(["inference.cache=blocks"] if option == "fp8" else []))
-        if option == "generate":
-            model += (f"inference.prompts={__file__}",)
-        if option == "eval":
-            model += (f"eval.path={__file__}",)
-        machine = Machine(gpus=1, cores=2) if option == "bf16" and group == "weights" else CPU
-        config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=machine)
-        assert from_yaml(to_yaml(config)) == config
+# These need an object, a folder or a file: tests/config/test_hugging_face.py, test_here.py, test_distill.py
+ELSEWHERE = {("model", "hf"), ("lora", "adapter"), ("hardware", "here"), ("task", "distill")}
+OPTIONS = [
+    (group, option)
+    for group in sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"})
+    for option in GROUPS[group]
+    if (group, option) not in ELSEWHERE and option != "own"
+]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes(group, option, tmp_path):
+    model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
+    if group == "topology" and re.search(r"ep\d", option):
+        model = ("model=tiny_moe",)
+    if group == "algorithm":
+        model = (f"task={'ppo' if option == 'ppo' else 'grpo'}",)
+    if group == "hardware":
+        model = ("task=plan",)
+    if option in ("generate", "serve", "eval") or group == "weights":
+        model = (f"inference.model={tmp_path}",)
+    if group == "weights":
+        model += ("task=serve", *(["inference.cache=blocks"] if option == "fp8" else []))
+    if option == "generate":
+        model += (f"inference.prompts={__file__}",)
+    if option == "eval":
+        model += (f"eval.path={__file__}",)
+    machine = Machine(gpus=1, cores=2) if option == "bf16" and group == "weights" else CPU
+    config = compose(f"{group}={option}", *model, output_dir=tmp_path, machine=machine)
+    assert from_yaml(to_yaml(config)) == config
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
