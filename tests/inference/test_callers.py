@@ -9,6 +9,7 @@ import torch
 from tests.inference.models import build_decoder
 from ztk.core.runtime import PeerLost
 from ztk.inference import Generator, InferencePolicy, SamplingParams, stepping
+from ztk.inference.sample import Draw, Drawn
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [9, 7]]
 CACHES = ["slabs", "blocks"]
@@ -142,7 +143,13 @@ def test_an_error_of_a_draw_ends_its_sequence(model, cache, monkeypatch):
     generator = Generator(model, policy=InferencePolicy(cache=cache))
     good = generator.submit(PROMPTS[0], sampling=sampling_of(0))
     bad = generator.submit(PROMPTS[1], sampling=sampling_of(1, logprobs=1))
+    draw_rows = stepping.draw_rows
+
+    def failing(logits: torch.Tensor, *, draws: list[Draw]) -> list[Drawn]:
+        return {}.popitem() if any(one.sampling.logprobs for one in draws) else draw_rows(logits, draws=draws)
+
     monkeypatch.setattr(stepping, "draw", lambda *args, **options: {}.popitem())
+    monkeypatch.setattr(stepping, "draw_rows", failing)  # of both requests at once, then of each
     outputs = []
     while generator.has_work:
         outputs += generator.step()
