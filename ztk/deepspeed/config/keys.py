@@ -46,6 +46,11 @@ class Findings:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def check(self) -> None:
+        """Raises DeepSpeedConfigError with every fault."""
+        if self.faults:
+            raise DeepSpeedConfigError(list(dict.fromkeys(self.faults)))
+
 
 def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
     """Returns a key with effect. auto, null: see `Key`."""

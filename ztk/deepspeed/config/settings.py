@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
-from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings, read_section
+from ztk.deepspeed.config.keys import Findings, read_section
 from ztk.deepspeed.config.modules import (
     ActivationCheckpointing,
     Hybrid,
@@ -125,8 +125,7 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         notes=(),
     )
     check_absent(given, findings=findings)
-    if findings.faults:
-        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+    findings.check()
     return replace(made, notes=tuple(findings.notes))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ztk.core.runtime import Comm
 from ztk.core.runtime.comm import connect_groups
-from ztk.deepspeed.config import DeepSpeedConfigError, read_source
+from ztk.deepspeed.config import read_source
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.modules import ActivationCheckpointing, read_activation_checkpointing
 from ztk.deepspeed.start.process import this_process
@@ -273,8 +273,7 @@ def _section_of(config: object) -> ActivationCheckpointing:
         return ActivationCheckpointing()
     findings = Findings()
     section = read_activation_checkpointing(read_source(config).get("activation_checkpointing"), findings=findings)
-    if findings.faults:
-        raise DeepSpeedConfigError(findings.faults)
+    findings.check()
     return section or ActivationCheckpointing()
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import (
     Findings,
     Key,
@@ -186,8 +185,7 @@ class DeepSpeedInferenceConfig:
             if values.get(name):
                 read_section(values[name], path=f"{name}.", keys=keys, findings=findings)
         _check_together(self, findings=findings)
-        if findings.faults:
-            raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+        findings.check()
         self.notes = tuple(findings.notes)
 
     def dict(self) -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings
+from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.watching import CometPolicy, FilesPolicy, MonitorPolicy, WandbPolicy, read_watching
 from ztk.deepspeed.tools.log import logger
 
@@ -47,8 +47,7 @@ def get_monitor_config(config: dict) -> MonitorPolicy:
     """Returns the monitors of a configuration. Raises DeepSpeedConfigError."""
     findings = Findings()
     watching = read_watching(config, findings=findings)
-    if findings.faults:
-        raise DeepSpeedConfigError(findings.faults)
+    findings.check()
     return watching.monitors
 
 

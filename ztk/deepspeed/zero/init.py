@@ -14,7 +14,6 @@ from ztk.core.policies.offload import MIN_BUFFER_COUNT
 from ztk.core.runtime import MemoryLedger, Process, Tier
 from ztk.core.runtime.io import IoCounters
 from ztk.core.runtime.store import DeviceStore, Store
-from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.zero import Zero
@@ -142,8 +141,7 @@ def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
     given = {} if source is None else read_source(source)
     findings = Findings()
     policy = Zero(given | {"zero_optimization": _filled(given.get("zero_optimization", {}))}, findings=findings).offload
-    if findings.faults:
-        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+    findings.check()
     if remote_device in (None, str(policy.parameters)):
         return policy
     if remote_device not in ("cpu", "nvme", "none"):
