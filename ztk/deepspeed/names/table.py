@@ -1,9 +1,9 @@
 """Maps modules of DeepSpeed and `deepspeed_chat` to modules of ztk.
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that contains those names.
-`"*"` stands for all public names of `ztk.y`, and `ztk.y:TABLE` for a table of names and values in it. A module with submodules needs its
-own row and must not be ztk's module itself, which does not have these submodules. This layer must not have a module of that name either,
-because Python would import it instead. Nothing is imported before it is used. Importing a module without a row raises
+`"*"` stands for all public names of `ztk.y`, and `ztk.y:TABLE` for a table of names and values in it. A module with submodules must not
+be ztk's module itself, which does not have these submodules; without a row it has nothing but them. This layer must not have a module of
+that name either, because Python would import it instead. Nothing is imported before it is used. Importing any other module raises
 ModuleNotFoundError.
 """
 
@@ -71,13 +71,11 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator.real_accelerator": {
         "ztk.deepspeed.tools.device": "get_accelerator is_current_accelerator_supported",
     },
-    "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.constants": {"ztk.deepspeed.names.constants:CHECKPOINT": "*"},
     "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.saved.ds_to_universal",
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.saved.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.recompute.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.collectives.comm",
-    "deepspeed.compression": {},
     "deepspeed.compression.helper": {"ztk.deepspeed.tools.helpers": "recursive_getattr recursive_setattr"},
     "deepspeed.constants": {"ztk.deepspeed.names.constants:TOP": "*"},
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
@@ -91,14 +89,11 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.inference.config": {"ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig"},
     "deepspeed.inference.engine": {"ztk.deepspeed.serving.inference_engine": "InferenceEngine"},
-    "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
         "ztk.deepspeed.runner.main": "main",
         "ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME EXPORT_ENVS",
     },
-    "deepspeed.module_inject": {},
     "deepspeed.module_inject.layers": {"ztk.deepspeed.zero.gathered": "GatherReplacedLayerParams"},
-    "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
     "deepspeed.ops": {"ztk.deepspeed.tools.op_builders": "__compatible_ops__"},
@@ -113,7 +108,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.ops.op_builder.all_ops": {"ztk.deepspeed.tools.op_builders": "ALL_OPS"},
     "deepspeed.ops.op_builder.builder": {"ztk.deepspeed.tools.op_builders": "OpBuilder"},
     "deepspeed.pipe": "ztk.deepspeed.pipe",
-    "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
     "deepspeed.profiling.flops_profiler.profiler": {
         "ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile",
@@ -122,7 +116,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.moe
-    "deepspeed.moe": {},
     "deepspeed.moe.layer": {"ztk.parallel.moe": "MoE"},
     "deepspeed.moe.sharded_moe": {
         "ztk.deepspeed.experts.sharded_moe": "TopKGate _AllToAll top1gating top2gating topkgating",
@@ -134,8 +127,6 @@ MODULES: dict[str, Row] = {
         ),
     },
     # deepspeed.runtime
-    "deepspeed.runtime": {},
-    "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.recompute.checkpointing",
     "deepspeed.runtime.checkpoint_engine": {
         "ztk.deepspeed.saved.files": "CheckpointCommitInfo TorchCheckpointEngine",
@@ -161,7 +152,6 @@ MODULES: dict[str, Row] = {
         ),
         "ztk.parallel.moe": "MoE",
     },
-    "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_Optimizer"},
     "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
@@ -182,7 +172,6 @@ MODULES: dict[str, Row] = {
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
         ),
     },
-    "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"ztk.deepspeed.ulysses.state": "*"},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "ztk.deepspeed.ulysses.hf": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
@@ -223,7 +212,6 @@ MODULES: dict[str, Row] = {
         ),
     },
     # deepspeed.sequence
-    "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {"ztk.deepspeed.ulysses.layer": "DistributedAttention"},
     # deepspeed.utils
     "deepspeed.utils": {
@@ -249,3 +237,6 @@ MODULES: dict[str, Row] = {
     "deepspeed_chat.ppo_trainer": {"ztk.deepspeed.chat.ppo_trainer": "DeepSpeedPPOTrainer"},
     "deepspeed_chat.reward_model": {"ztk.deepspeed.chat.reward_model": "RewardModel compute_reward_loss"},
 }
+for _name in tuple(MODULES):
+    while _name := _name.rpartition(".")[0]:
+        MODULES.setdefault(_name, {})
