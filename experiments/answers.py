@@ -78,7 +78,8 @@ class Answers:
         )
         samples = generate(self._drawer, policy=policy, requests=requests, step=0)
         for row, prompt in enumerate(prompts):
-            samples.rewards[row] = task.score(prompt=prompt.text, answer=_text(samples, row=row), record={})
+            answer = ByteTokenizer().decode(samples.answer(row, with_end=False))
+            samples.rewards[row] = task.score(prompt=prompt.text, answer=answer, record={})
         return samples
 
     def _divergence(self, samples: Samples) -> Tensor:
@@ -87,10 +88,3 @@ class Answers:
         size = self._config.train.micro_batch_size
         reference = row_logprobs(self._reference, tokens=samples.tokens, temperature=1.0, size=size)
         return ((samples.logprobs - reference) * samples.answer_mask).double().sum(1)
-
-
-def _text(samples: Samples, *, row: int) -> str:
-    """Returns the text of an answer, without its end token."""
-    first = int(samples.prompt_lengths[row])
-    last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
-    return ByteTokenizer().decode(samples.tokens[row, first:last])

@@ -83,9 +83,7 @@ class Prompts:
 
     def answer_of(self, samples: Samples, *, row: int) -> str:
         """Returns the text of an answer, without its end and special tokens."""
-        first = int(samples.prompt_lengths[row])
-        last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
-        return self.tokenizer.decode(samples.tokens[row, first:last])
+        return self.tokenizer.decode(samples.answer(row, with_end=False))
 
     def prompt_of(self, samples: Samples, *, row: int) -> str:
         """The text of a prompt, with its special tokens."""
@@ -98,9 +96,7 @@ class Prompts:
         """Returns the text of an answer as sampled, with its end and special tokens; for bytes without the end."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return self.answer_of(samples, row=row)
-        first = int(samples.prompt_lengths[row])
-        tokens = samples.tokens[row, first : first + int(samples.answer_lengths[row])]
-        return self.tokenizer.decode(tokens, shows_special=True)
+        return self.tokenizer.decode(samples.answer(row), shows_special=True)
 
     def describe(self) -> str:
         """Describes the number of prompts, their lengths in tokens, and the number of truncated ones."""

@@ -57,11 +57,10 @@ def answered(run: Run, *, samples: Samples, prompts: list[Prompt]) -> Answered:
         ]
         is_chat = [not isinstance(episode.said, str) for episode in run.episodes]
         conversations = [episode.answered for episode in run.episodes]
-    spans = zip(samples.tokens, samples.prompt_lengths, samples.answer_lengths, strict=True)
     return Answered(
         texts=texts,
         answers=[run.prompts.answer_of(samples, row=row) for row in range(len(prompts))],
-        token_ids=[tokens[first : first + count].tolist() for tokens, first, count in spans],
+        token_ids=[samples.answer(row).tolist() for row in range(len(prompts))],
         records=records,
         is_chat=is_chat,
         state=TrainingState(global_step=run.actor.global_steps, max_steps=run.config.train.steps),

@@ -17,6 +17,7 @@ from experiments.reward_models import RewardModel
 from experiments.rewards import reward, reward_metrics
 from tests.rl.rollout.runs import SMALL, Batches, OneRank, config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
+from ztk.rl.rollout import Requests, RolloutPolicy
 from ztk.rl.rollout.rewards import (
     Answered,
     Reward,
@@ -418,10 +419,9 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
     config = config_of("grpo", folder=tmp_path, reward="def score(completions):\n    return [2.0, None]\n")
     config.reward.path, config.reward.path_weight = "/run", weight
     prompts = Prompts(config)
-    samples: Any = SimpleNamespace(
-        tokens=torch.zeros(2, 3, dtype=torch.int64), prompt_lengths=[1, 1], answer_lengths=[2, 2]
-    )
-    samples.finished, samples.answer_mask = [False, False], torch.tensor([[False, True, True]] * 2)
+    numbers = torch.arange(2)
+    requests = Requests(prompts=[[1], [1]], numbers=numbers, prompt_numbers=numbers, copies=numbers)
+    samples = requests.begin(RolloutPolicy(length=3, micro_batch=2, max_tokens=2, stops=(10,), pad=0))
     run: Any = SimpleNamespace(
         config=config,
         process=SimpleNamespace(mesh=OneRank()),

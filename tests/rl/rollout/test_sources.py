@@ -1,8 +1,6 @@
 """Where rollouts begin: the weights of another run, the rewards of a trained model, prompts of files as texts and as messages."""
 
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from ztk.core.policies.rollout import StageName
 from ztk.core.runtime import Process
 from ztk.data import SubwordTokenizer
 from ztk.rl.align import ChatTemplate, Encoding, Truncation, fitted, read_prompts
-from ztk.rl.rollout import Samples
+from ztk.rl.rollout import Requests, RolloutPolicy, Samples
 
 SHAPE = (
     "model.layers=2",
@@ -132,9 +130,10 @@ def test_messages_are_written_as_sft_learns_them(tmp_path):
     assert by_template[0].tokens == by_template[1].tokens == tokenizer.read(asked).tokens
     assert by_template.stops == (tokenizer.token_of("<|im_end|>"),) and by_template[0].text == asked
     drawn = torch.tensor([[5, *tokenizer.read("four").tokens, by_template.stops[0]]])
-    samples: Any = SimpleNamespace(
-        tokens=drawn, prompt_lengths=[1], answer_lengths=[drawn.shape[1] - 1], finished=[True]
-    )
+    policy = RolloutPolicy(length=drawn.shape[1], micro_batch=1, max_tokens=1, stops=by_template.stops, pad=0)
+    zero = torch.zeros(1, dtype=torch.int64)
+    samples = Requests(prompts=[[5]], numbers=zero, prompt_numbers=zero, copies=zero).begin(policy)
+    samples.tokens, samples.answer_lengths, samples.finished = drawn, zero + drawn.shape[1] - 1, zero == 0
     assert by_template.answer_of(samples, row=0) == "four" and by_template.drawn(samples, row=0) == "four<|im_end|>"
     roles = prompts("data.seq_len=64")
     assert bytes(roles[0].tokens).decode() == "<|system|>\nbe short\n<|user|>\n2 + 2 ?\n<|assistant|>\n"

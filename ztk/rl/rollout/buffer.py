@@ -61,6 +61,12 @@ class Samples:
         answers = (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
         return answers if self.observed is None else answers & ~self.observed
 
+    def answer(self, row: int, *, with_end: bool = True) -> Tensor:
+        """Returns the tokens of an answer, int64 [n]. with_end: includes the token that ended it."""
+        first = int(self.prompt_lengths[row])
+        last = first + int(self.answer_lengths[row])
+        return self.tokens[row, first : last if with_end else last - int(self.finished[row])]
+
     def keep(self, entries: Sequence[Entries]) -> None:
         """Adds the tokens that a cut kept at further places, if there are any."""
         if entries:
