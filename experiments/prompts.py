@@ -7,7 +7,7 @@ import torch
 
 from experiments.lengths import histogram
 from experiments.tasks import TASKS, Task, name_of
-from ztk.config import Config, has_rewards, open_rewards
+from ztk.config import Config, evaluation_config, has_rewards, open_rewards
 from ztk.config.encoding import encoding_of
 from ztk.config.generation import end_tokens, generation_file
 from ztk.core.runtime.seed import generator
@@ -106,6 +106,17 @@ class Prompts:
         longest = max(len(record.tokens) for record in self._records)
         cut = sum(length > longest for length in lengths)
         return f"prompts: {len(lengths)}, {histogram(lengths)}" + (f"\n{cut} cut to {longest}" if cut else "")
+
+
+def open_evaluation_prompts(config: Config, *, prompts: Prompts) -> Prompts | None:
+    """Opens the prompts of `data.eval_path` with the functions of `reward.eval_functions`, if the run evaluates prompts between steps.
+
+    Both default to training's. Raises ValueError as `Prompts`.
+    """
+    if not (config.rollout.eval_every or config.checkpoint.keep_best):
+        return None
+    own = evaluation_config(config)
+    return prompts if own is None else Prompts(own)
 
 
 def with_other_ends(

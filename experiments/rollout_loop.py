@@ -13,8 +13,7 @@ from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
 from experiments.pretrain import build_reporter, is_saved
-from experiments.prompt_evaluation import evaluate_prompts, has_evaluations, open_evaluation_prompts
-from experiments.prompts import Prompts
+from experiments.prompts import Prompts, open_evaluation_prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
 from experiments.rollouts import (
@@ -23,6 +22,7 @@ from experiments.rollouts import (
     draw_ahead,
     drawing,
     evaluate,
+    evaluate_prompts,
     measure,
     next_samples,
     score_samples,
@@ -119,7 +119,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
     """
     config, engine = run.config, run.actor
     texts = Texts(run, first_step=engine.global_steps)
-    prompts = open_evaluation_prompts(config, prompts=run.prompts) if has_evaluations(config) else None
+    prompts = open_evaluation_prompts(config, prompts=run.prompts)
 
     def run_step(step: int) -> Tensor:
         if run.buffer.is_used_up:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments.episodes import episode_metrics, played
+from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run, rollout_policy
@@ -139,6 +140,37 @@ def accepted(run: Run, *, drawn: Drawn) -> Samples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """This rank's samples of a rollout, and values of all ranks' samples.
+
+    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: the amount that kl.place=reward
+    subtracts from the reward of every token, [S, T]. They are None without a reference; penalty also with kl.place=loss. table: `COLUMNS`
+    of all ranks' samples in the order of their numbers, float64 [samples of the rollout].
+    """
+
+    samples: Samples
+    reference: Tensor | None
+    kl: Tensor | None
+    penalty: Tensor | None
+    table: Mapping[str, Tensor]
+
+    @property
+    def groups(self) -> Tensor:
+        """The prompt's number of every sample of all ranks, int64."""
+        return self.table["prompt"].long()
+
+    @property
+    def included(self) -> Tensor:
+        """Whether a sample of all ranks has a reward, bool."""
+        return self.table["included"].bool()
+
+    @property
+    def equal_groups(self) -> Tensor:
+        """Whether all samples of the same prompt have the same reward, bool, over all ranks."""
+        return equal_groups(self.table["reward"], groups=self.groups, included=self.included)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """The mean reward of sampled answers, and their mean divergence from the reference in nats; None without a reference."""
 
@@ -146,20 +178,45 @@ class Evaluated:
     kl: float | None
 
 
+def scored_rollouts(run: Run, *, first_prompt: int, count: int) -> Iterator[Scored]:
+    """Yields rollouts for an evaluation, over all ranks. first_prompt: number of the first prompt of the first one."""
+    with drawing(run):
+        for number in range(count):
+            samples = draw(run, first_prompt=first_prompt + number * run.config.rollout.prompts)
+            yield score_samples(run, samples=samples)
+
+
 def evaluate(run: Run) -> Evaluated:
     """Evaluates `EVALUATED` rollouts with separate samples, over all ranks."""
     rewards, kl = [], []
-    with drawing(run):
-        for number in range(EVALUATED):
-            samples = draw(run, first_prompt=UNTRAINED + number * run.config.rollout.prompts)
-            scored = score_samples(run, samples=samples)
-            rewards.append(scored.table["reward"][scored.included])
-            kl.append(scored.table["kl"])
+    for scored in scored_rollouts(run, first_prompt=UNTRAINED, count=EVALUATED):
+        rewards.append(scored.table["reward"][scored.included])
+        kl.append(scored.table["kl"])
     found = torch.cat(rewards)
     return Evaluated(
         reward=found.mean().item() if len(found) else 0.0,
         kl=None if run.reference is None else torch.cat(kl).mean().item(),
     )
+
+
+def evaluate_prompts(run: Run, *, prompts: Prompts) -> dict[str, float]:
+    """Returns the metrics of `rollout.eval_rollouts` rollouts as `eval_NAME`, over all ranks, on separate prompts with separate rewards.
+
+    Raises RewardError.
+    """
+    config = run.config
+    own = replace(
+        run,
+        prompts=prompts,
+        reward_model=None if config.reward.eval_functions else run.reward_model,
+        metrics={},
+    )
+    first = UNTRAINED if prompts.count is None else -(-UNTRAINED // prompts.count) * prompts.count
+    rollouts = scored_rollouts(own, first_prompt=first, count=config.rollout.eval_rollouts or 1)
+    found = [measure(own, scored=scored) for scored in rollouts]
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    values = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+    return {f"eval_{name}": sum(own) / len(own) for name, own in values.items()}
 
 
 def logprobs_of(
@@ -202,37 +259,6 @@ def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:
     """Yields the rows of each forward, the same for rollout, scoring and training."""
     size = run.config.train.micro_batch_size
     yield from (slice(first, first + size) for first in range(0, len(samples), size))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """This rank's samples of a rollout, and values of all ranks' samples.
-
-    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: the amount that kl.place=reward
-    subtracts from the reward of every token, [S, T]. They are None without a reference; penalty also with kl.place=loss. table: `COLUMNS`
-    of all ranks' samples in the order of their numbers, float64 [samples of the rollout].
-    """
-
-    samples: Samples
-    reference: Tensor | None
-    kl: Tensor | None
-    penalty: Tensor | None
-    table: Mapping[str, Tensor]
-
-    @property
-    def groups(self) -> Tensor:
-        """The prompt's number of every sample of all ranks, int64."""
-        return self.table["prompt"].long()
-
-    @property
-    def included(self) -> Tensor:
-        """Whether a sample of all ranks has a reward, bool."""
-        return self.table["included"].bool()
-
-    @property
-    def equal_groups(self) -> Tensor:
-        """Whether all samples of the same prompt have the same reward, bool, over all ranks."""
-        return equal_groups(self.table["reward"], groups=self.groups, included=self.included)
 
 
 def score_samples(run: Run, *, samples: Samples) -> Scored:
