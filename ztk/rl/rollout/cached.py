@@ -185,12 +185,6 @@ def _draw_in_step(
     samples: Samples, limits: Tensor, *, model: InferenceModel, policy: RolloutPolicy, keys: Tensor, ranks: int
 ) -> None:
     """As `TurnDraws.draw`, of single turns: all limits are the policy's. ranks: that share the machine."""
-    most = model.description.max_len
-    if (longest := int(samples.prompt_lengths.max())) + policy.max_tokens > most:
-        raise ValueError(
-            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {most} tokens of this model: shorten "
-            "the prompt or lower rollout.max_tokens"
-        )
     draws = draws_after(samples.prompt_lengths, keys=keys, count=policy.max_tokens)
     size = answers_at_once(model, tokens=policy.length, ranks=ranks)
 

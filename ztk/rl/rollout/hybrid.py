@@ -98,8 +98,7 @@ def generate(rollouts: Rollouts, *, policy: RolloutPolicy, requests: Requests, s
     A collective call with the same number of samples on every rank, except for copied weights of this rank alone.
 
     Raises:
-        ValueError: a prompt that leaves no room for the answer, a number of samples that is not a multiple of the trainer's micro-batch, or
-            a model that the inference engine does not support.
+        ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not support.
         FloatingPointError: logits are not finite.
     """
     with rollouts.turns(policy=policy, requests=requests, step=step, once=True) as draws:
@@ -127,13 +126,8 @@ class TrainerRollouts:
 
     @contextmanager
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int, once: bool = False) -> Iterator[TurnDraws]:
-        """As `Rollouts.turns`. Raises ValueError for a number of samples that is not a multiple of the micro-batch."""
+        """As `Rollouts.turns`."""
         engine, size = self._engine, policy.micro_batch
-        if len(requests.prompts) % size:
-            raise ValueError(
-                f"{len(requests.prompts)} samples of a rank are no multiple of train.micro_batch_size={size}: the rollout's forwards have the "
-                "trainer's shape"
-            )
         keys = requests.keys(seed=policy.seed, step=step)
 
         def draw(samples: Samples, limits: Tensor) -> None:
