@@ -14,7 +14,7 @@ from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
 from ztk.nn.moe import Router
 from ztk.rl.rollout import Routers, Samples, answer_logits, lay_out, same_experts
-from ztk.rl.rollout.routing import with_experts
+from ztk.rl.rollout.routing import experts_of
 
 DIVIDED = ("tp2", "pp2", "sp2")
 SHORT = ("model.kv_heads=2", "warm_start.steps=10", "train.steps=3")  # the last step is the first of a second rollout
@@ -90,6 +90,11 @@ def samples_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Samples:
         rewards=torch.zeros(len(tokens)),
         included=numbers >= 0,
     )
+
+
+def with_experts(samples: Samples, *, generator: Generator) -> Samples:
+    samples.experts = experts_of(samples, generator=generator)
+    return samples
 
 
 @torch.no_grad()
