@@ -26,8 +26,8 @@ _COLORS = {
 _OTHER_COLORS = ("#66ccee", "#bbbbbb", "#ee8866", "#44bb99", "#777777", "#ddaacc", "#99ddff", "#aaaa00")
 
 
-def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
-    """Writes a PNG and an SVG of the same name, and returns the PNG's path.
+def plot_run(folder: str | os.PathLike) -> Path:
+    """Writes `run.png` and `run.svg` into the run's folder, and returns the PNG's path.
 
     Shows loss and tokens per second over steps, reward over divergence if there are rewards, and the model state per tier at its peak.
     """
@@ -46,9 +46,9 @@ def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
         if rewarded:
             draw_reward(panels[2], rows=rewarded)
         draw_memory(panels[-1], summary=summary)
-        figure.savefig(path / name, dpi=120)
-        figure.savefig((path / name).with_suffix(".svg"), metadata={"Date": None})
-    return path / name
+        figure.savefig(path / "run.png", dpi=120)
+        figure.savefig(path / "run.svg", metadata={"Date": None})
+    return path / "run.png"
 
 
 def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
