@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ztk.report.digest import LossDigest
     from ztk.report.folder import RunFolder, read_rows, write_failed_summary
     from ztk.report.gauges import Gauges
     from ztk.report.history import Runs, load
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "Gauges": "gauges",
     "KernelPolicy": "kernels",
-    "LossDigest": "digest",
     "ReportPolicy": "reporter",
     "Reporter": "reporter",
     "RunFolder": "folder",
@@ -35,7 +33,6 @@ _HOMES = {
 __all__ = [
     "Gauges",
     "KernelPolicy",
-    "LossDigest",
     "ReportPolicy",
     "Reporter",
     "RunFolder",

@@ -21,7 +21,7 @@ from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder
 from ztk.report.status import INTERRUPTED, Status, read_summary
-from ztk.report.summary import rank_totals, summarise
+from ztk.report.summary import rank_totals
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import Tracker, TrackerPolicy
 from ztk.train.engine import StepMetrics
@@ -237,7 +237,7 @@ class Reporter:
         """Returns the keys for which rank 0 does not need the other ranks."""
         counts = {"status": status, "error": error, "steps": self._rows.step, **self._acted}
         size = {"parameters": self._parameters, "world_size": self._world_size}
-        return counts | summarise(self._rows) | self._kernels.summary() | size | rank_totals([self._report()])
+        return counts | self._rows.summary() | self._kernels.summary() | size | rank_totals([self._report()])
 
     def _report(self) -> dict[str, Any]:
         """Returns the counters that this rank sends to the others at the end."""

@@ -4,6 +4,9 @@ Every rank adds its mean loss of every step as a device scalar, and nothing is r
 exchanges the losses since the last row and the counters, so a GPU run waits for its device once per row.
 """
 
+import hashlib
+import statistics
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +17,24 @@ import torch
 from torch import Tensor
 
 from ztk.core.policies.utilization import Work
-from ztk.report.digest import LossDigest
 from ztk.report.gauges import Gather, Gauges
 from ztk.train.engine import StepMetrics
+
+
+class LossDigest:
+    """A hash chain over the bits of every step's float32 loss.
+
+    Two runs have equal digests if and only if all their losses are bitwise equal. `value` is the complete state: a resumed run that
+    starts from it ends with the digest of an uninterrupted run.
+    """
+
+    def __init__(self, value: str = "") -> None:
+        self.value = value
+
+    def update(self, loss: float) -> None:
+        """Adds a loss. loss: a float32 value, so packing it is exact."""
+        bits = struct.pack("<f", loss)
+        self.value = hashlib.sha256(bytes.fromhex(self.value) + bits).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +140,25 @@ class RowBuilder:
         self._losses, self._new_tokens = [], 0
         self._mark = _Mark(flows=now.flows, time=self._mark.time + seconds)
         return row
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the metrics of the steps for `summary.json`.
+
+        `tokens_per_second`, `mfu` and `hfu` are of the median step, so that pauses and the first step's warm-up do not count.
+        """
+        median = statistics.median(self.step_seconds) if self.step_seconds else None
+        speed = self.num_tokens / max(1, self.num_steps) / median if median else None
+        work = self.work.shares(median) | self.work.as_dict() if self.work and median else {}
+        return {
+            "first_loss": self.first_loss,
+            "final_loss": self.last_loss,
+            "tokens": self.tokens,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_gpu": None if speed is None else speed / self.world_size,
+            "step_seconds_median": median,
+            **work,
+            "loss_digest": self.digest.value,
+        }
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -1,31 +1,7 @@
-"""The metrics of `summary.json`."""
+"""The counters of all ranks in `summary.json`."""
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
-
-from ztk.report.rows import RowBuilder
-
-
-def summarise(rows: RowBuilder) -> dict[str, Any]:
-    """Returns the metrics of the steps.
-
-    `tokens_per_second`, `mfu` and `hfu` are of the median step, so that pauses and the first step's warm-up do not count.
-    """
-    made = max(1, rows.num_steps)
-    median = statistics.median(rows.step_seconds) if rows.step_seconds else None
-    speed = rows.num_tokens / made / median if median else None
-    work = rows.work.shares(median) | rows.work.as_dict() if rows.work and median else {}
-    return {
-        "first_loss": rows.first_loss,
-        "final_loss": rows.last_loss,
-        "tokens": rows.tokens,
-        "tokens_per_second": speed,
-        "tokens_per_second_per_gpu": None if speed is None else speed / rows.world_size,
-        "step_seconds_median": median,
-        **work,
-        "loss_digest": rows.digest.value,
-    }
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
