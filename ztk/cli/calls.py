@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ztk.cli.child import LINE_REFUSED
 from ztk.core.launch import ExternalRank, python_path, quoted
+from ztk.core.policies.key import written
 from ztk.report.sweep import SWEEP, read_sweep
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _text(value: Any) -> str:
     """Formats a value for the command line: a list is a range of the grid, a nested list is one value."""
     if isinstance(value, (list, tuple)):
         return ",".join(f"[{_text(one)}]" if isinstance(one, (list, tuple)) else _text(one) for one in value)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return written(value)
 
 
 def _place(folder: str | os.PathLike | None, *, parent: str) -> Path:
