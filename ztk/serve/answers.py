@@ -64,9 +64,9 @@ class Answer:
             tokenizer,
             stops=asked.stops,
             prompt=prompt,
-            shows_special=asked.shows_special,
+            shows_special=not asked.skip_special_tokens,
             shown=() if asked.tools is None else (MARKS[format],),
-            shows_stop=asked.shows_stop,
+            shows_stop=asked.include_stop_str_in_output,
             first_stop=asked.sampling.min_tokens,
         )
         tools, in_pieces = asked.tools, asked.stream
@@ -106,7 +106,9 @@ class Answer:
         if self._asked.max_tokens == 0:  # only the prompt's log-probabilities were requested
             self.finish_reason = "length"
             return [*before, self._piece("", drawn=[])]
-        is_end = output.finish_reason == "stop" and output.token in self._ends and not self._asked.shows_stop
+        is_end = (
+            output.finish_reason == "stop" and output.token in self._ends and not self._asked.include_stop_str_in_output
+        )
         place = len(self._echoed) + self._text.length
         self.tokens.append(output.token)
         piece = "" if is_end else self._text.push(output.token)
@@ -120,7 +122,7 @@ class Answer:
         if self.finish_reason == "stop" and self._calls and not self._is_named:
             self.finish_reason = "tool_calls"
         self._drawn.append((output, place))
-        needs_tokens = self._asked.with_logprobs or self._asked.with_ids
+        needs_tokens = self._asked.with_logprobs or self._asked.return_token_ids
         if not piece and not calls and not self.ended and not needs_tokens:
             return before
         return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls, first=first)]
@@ -158,7 +160,7 @@ class Answer:
         """Returns the complete choice."""
         logprobs = self._written(self._drawn, with_prompt=self._asked.echo) if self._asked.with_logprobs else None
         choice = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": logprobs}
-        choice |= {"token_ids": self.tokens} if self._asked.with_ids else {}
+        choice |= {"token_ids": self.tokens} if self._asked.return_token_ids else {}
         if not self._shape.chat:
             return choice | {"text": self._echoed + self.text} | self.of_prompt()
         text = self._echoed + self.text
@@ -169,7 +171,7 @@ class Answer:
 
     def of_prompt(self) -> dict:
         """Returns vLLM's fields of the prompt, if requested."""
-        found: dict = {"prompt_token_ids": self._prompt} if self._asked.with_ids else {}
+        found: dict = {"prompt_token_ids": self._prompt} if self._asked.return_token_ids else {}
         if self._asked.prompt_tops is not None:
             pairs = zip(self._prompt[1:], self._prompt_logprobs, strict=False)
             found["prompt_logprobs"] = [None, *(self._of_prompt_token(token, own=own) for token, own in pairs)]
@@ -215,7 +217,7 @@ class Answer:
         is_written = self._asked.with_logprobs and (drawn or with_prompt)
         written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
-        choice |= {"token_ids": [output.token for output, _ in drawn]} if self._asked.with_ids else {}
+        choice |= {"token_ids": [output.token for output, _ in drawn]} if self._asked.return_token_ids else {}
         if not self._shape.chat:
             return self._chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
         delta: dict = {"content": text}
@@ -277,7 +279,9 @@ class Answer:
         return named
 
     def _name(self, token: int) -> str:
-        return token_name(token, own=None if self._asked.names_ids else self._tokenizer.token_bytes(token))
+        return token_name(
+            token, own=None if self._asked.return_tokens_as_token_ids else self._tokenizer.token_bytes(token)
+        )
 
     def _chat_token(self, output: Output) -> dict:
         assert output.token is not None, "an error is no token"

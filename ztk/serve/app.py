@@ -39,7 +39,7 @@ from ztk.serve.responses import ResponseReply, Stored, read_turn
 from ztk.serve.text import TextStream
 from ztk.serve.tokenizers import token_name
 from ztk.serve.tools import Format, read_tools
-from ztk.serve.values import BadRequest, flag, parsed, shown, token_list
+from ztk.serve.values import BadRequest, choice, flag, parsed, shown, token_list
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -384,9 +384,7 @@ class Texts:
         body = parsed(raw)
         name = body.get("model")
         adapter = self._reader.adapter(None if name is None else str(name))
-        kind = body.get("encoding_format", "float")
-        if kind not in ("float", "base64"):
-            raise BadRequest(f"encoding_format={shown(kind)}: must be float or base64", param="encoding_format")
+        kind = choice(body, name="encoding_format", of=("float", "base64"))
         if "dimensions" in body:
             raise BadRequest("dimensions is not supported: leave it out", param="dimensions")
         inputs = read_prompts(body, name="input")

@@ -5,62 +5,151 @@ the header x-ztk-ignored-fields.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from ztk.inference import SamplingParams
-from ztk.serve.messages import PLAIN, ChatOptions, read_messages, read_options
-from ztk.serve.structured import Structure, read_structure
-from ztk.serve.tools import Tools, read_tools
-from ztk.serve.values import MANY, BadRequest, flag, number, shown, text_list, thing, token_list
+from ztk.serve.messages import MESSAGE_FIELDS, PLAIN, ChatOptions, read_messages, read_options
+from ztk.serve.structured import STRUCTURE_FIELDS, Structure, read_structure
+from ztk.serve.tools import TOOL_FIELDS, Tools, read_tools
+from ztk.serve.values import MANY, BadRequest, choice, flag, number, shown, text_list, thing, token_list
 
 _BAD_WORDS = 128
 _ALLOWED = 1 << 18  # allowed tokens, up to the size of a vocabulary
-_NUMBERS = {
-    "temperature": float,
-    "top_p": float,
-    "min_p": float,
-    "top_k": int,
-    "n": int,
-    "seed": int,
-    "min_tokens": int,
+_NAMES = 16  # ignored fields in a header
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of one request. body_bytes: of its body. answers: prompts times n. logprobs: per position. stops: number of stop texts."""
+
+    body_bytes: int = 4 << 20
+    answers: int = 128
+    logprobs: int = 20
+    stops: int = 16
+
+
+def _name(body: dict, *, name: str) -> str:
+    if not isinstance(body[name], str):
+        raise BadRequest("model must be the name of the model", param=name)
+    return body[name]
+
+
+def _most_prompt(body: dict, *, name: str) -> int:
+    most = number(body, name=name, kind=int)
+    if most < 1 and most != -1:
+        raise BadRequest(f"{name}={most}: must be -1, or 1 or more", param=name)
+    return most
+
+
+def _field(read: Callable[..., Any], *, default: Any = None) -> Any:
+    """Declares a field of requests. read: `(body, name=)` -> its checked value."""
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A parsed request.
+
+    prompts: texts or token ids, for /completions. messages: for /chat/completions. chat: how they are formatted.
+    structure: grammar of the answers. stops: stop texts. ignored: fields without an effect.
+    max_tokens: 0 with echo requests only the prompt's log-probabilities. None if the request has none; `sampling` then has 1.
+    tops: likely tokens for each sampled token, and for an echoed prompt, with the log-probabilities; None without log-probabilities.
+    prompt_tops: likely tokens per prompt token in vLLM's format, if requested.
+    keeps: number of answers to return, the likeliest of `sampling.n`.
+    with_usage: the last event has token counts. with_running_usage: every event has them.
+
+    The other attributes are fields of a request with the names that OpenAI and vLLM give them:
+    echo: the answer starts with the prompt, or with the chat's last message if the answer continues it.
+    stop_token_ids: tokens that end an answer, in addition to the model's.
+    include_stop_str_in_output: with the stop text or token. return_tokens_as_token_ids: log-probabilities identify tokens by id.
+    truncate_prompt_tokens: tokens to which a longer prompt is truncated; -1 leaves room for the answer.
+    truncation_side: the side that is cut off. add_special_tokens: with the tokens that the tokenizer prepends to a text.
+    """
+
+    sampling: SamplingParams
+    prompts: tuple[str | list[int], ...]
+    messages: tuple[dict[str, Any], ...]
+    chat: ChatOptions
+    tools: Tools | None
+    structure: Structure | None
+    stops: tuple[str, ...]
+    max_tokens: int | None
+    tops: int | None
+    prompt_tops: int | None
+    keeps: int
+    with_usage: bool
+    with_running_usage: bool
+    ignored: tuple[str, ...]
+    model: str | None = _field(_name)
+    echo: bool = _field(flag, default=False)
+    stream: bool = _field(flag, default=False)
+    ignore_eos: bool = _field(flag, default=False)
+    stop_token_ids: tuple[int, ...] = _field(token_list, default=())
+    bad_words: tuple[str, ...] = _field(partial(text_list, most=_BAD_WORDS), default=())
+    skip_special_tokens: bool = _field(flag, default=True)
+    include_stop_str_in_output: bool = _field(flag, default=False)
+    return_token_ids: bool = _field(flag, default=False)
+    return_tokens_as_token_ids: bool = _field(flag, default=False)
+    truncate_prompt_tokens: int | None = _field(_most_prompt)
+    truncation_side: str = _field(partial(choice, of=("left", "right")), default="left")
+    add_special_tokens: bool = _field(flag, default=True)
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return self.tops is not None
+
+
+def _top_k(body: dict, *, name: str) -> int:
+    most = number(body, name=name, kind=int)
+    return 0 if most == -1 else most  # -1 is vLLM's value for all
+
+
+def _bias(body: dict, *, name: str) -> Mapping[int, float]:
+    found = body[name]
+    if not isinstance(found, dict) or not all(
+        re.fullmatch(r"[0-9]{1,18}", token) and isinstance(value, int | float) and not isinstance(value, bool)
+        for token, value in found.items()
+    ):
+        raise BadRequest(f'{name} must map token ids to numbers, as in {{"50256": -100}}', param=name)
+    if len(found) > MANY:
+        raise BadRequest(f"{name} may have {MANY} tokens at most, and has {len(found)}", param=name)
+    return {int(token): number(found, name=token, kind=float) for token in found}
+
+
+def _allowed(body: dict, *, name: str) -> tuple[int, ...]:
+    if not body[name]:
+        raise BadRequest(f"{name} is empty: name tokens, or leave it out", param=name)
+    return tuple(dict.fromkeys(token_list(body, name=name, most=_ALLOWED)))
+
+
+def _salt(body: dict, *, name: str) -> str:
+    salt = body[name]
+    if not isinstance(salt, str) or not salt:
+        raise BadRequest(f"{name}={shown(salt)}: must be a text that is not empty", param=name)
+    return salt
+
+
+# Fields of a request that are attributes of `Asked` and `SamplingParams`, which checks their ranges.
+_FIELDS = {one.name: one.metadata["read"] for one in fields(Asked) if "read" in one.metadata}
+_SAMPLING: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), partial(number, kind=float)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), partial(number, kind=float)),
+    **dict.fromkeys(("n", "seed", "min_tokens"), partial(number, kind=int)),
+    "top_k": _top_k,
+    "logit_bias": _bias,
+    "allowed_token_ids": _allowed,
+    "cache_salt": _salt,
 }
-_NUMBERS |= dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), float)
-_SAMPLING = (
-    *(
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "n",
-        "seed",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-    ),
-    *("logit_bias", "logprobs"),
-    # vLLM's
-    *("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "bad_words"),
-    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "cache_salt"),
-    *(
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "add_special_tokens",
-        "truncate_prompt_tokens",
-        "truncation_side",
-    ),
-)
-STRUCTURED = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("grammar", "json_schema"),  # llama.cpp's
-)
-_SHARED = {"model", "stream", "stream_options", "echo", *_SAMPLING, *STRUCTURED}
+_SHARED = {
+    *(*_FIELDS, *_SAMPLING, *STRUCTURE_FIELDS, "stop", "stream_options"),
+    *("max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs"),
+}
 COMPLETIONS = _SHARED | {"prompt", "best_of"}
-CHAT = _SHARED | {
-    *("messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
-    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-}
+CHAT = _SHARED | {*MESSAGE_FIELDS, *TOOL_FIELDS, "top_logprobs"}
 
 _LEAVE, _SEND_TOOLS, _SEND_LIMIT = "leave it out", "send tools", "send max_tokens"
 _SEND_SYSTEM = "send it as the first of messages, with the role system"
@@ -113,66 +202,6 @@ _ONE_ROUTE = {
     "tools": (COMPLETIONS, ([],), "they are of /chat/completions: send messages there"),
     "top_logprobs": (COMPLETIONS, (), "it is of /chat/completions: send logprobs with the number"),
 }
-_NAMES = 16  # ignored fields in a header
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits of one request. body_bytes: of its body. answers: prompts times n. logprobs: per position. stops: number of stop texts."""
-
-    body_bytes: int = 4 << 20
-    answers: int = 128
-    logprobs: int = 20
-    stops: int = 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A parsed request.
-
-    prompts: texts or token ids, for /completions. messages: for /chat/completions. echo: the answer starts with the prompt, or with the
-    chat's last message if the answer continues it.
-    max_tokens: 0 with echo requests only the prompt's log-probabilities. None if the request has none; `sampling` then has 1.
-    model: its name, or None for any.
-    with_logprobs: for sampled tokens, and for an echoed prompt, with `tops` likely tokens each.
-    prompt_tops: likely tokens per prompt token in vLLM's format, if requested.
-    stop_token_ids: tokens that end an answer, in addition to the model's.
-    shows_special: includes special tokens in the text. shows_stop: includes the stop text or token.
-    keeps: number of answers to return, the likeliest of `sampling.n`. names_ids: log-probabilities identify tokens by id.
-    most_prompt: tokens to which a longer prompt is truncated, its last ones, or its first ones with `cuts_end`; -1 leaves room for the
-    answer.
-    chat: how messages are formatted. structure: grammar of the answers. ignored: fields without an effect.
-    with_usage: the last event has token counts. with_running_usage: every event has them.
-    """
-
-    sampling: SamplingParams
-    max_tokens: int | None = None
-    prompts: tuple[str | list[int], ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
-    chat: ChatOptions = PLAIN
-    tools: Tools | None = None
-    structure: Structure | None = None
-    stops: tuple[str, ...] = ()
-    stream: bool = False
-    with_usage: bool = False
-    with_running_usage: bool = False
-    echo: bool = False
-    ignores_ends: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    shows_special: bool = False
-    shows_stop: bool = False
-    with_logprobs: bool = False
-    tops: int = 0
-    prompt_tops: int | None = None
-    with_ids: bool = False
-    names_ids: bool = False
-    most_prompt: int | None = None
-    cuts_end: bool = False
-    has_beginning: bool = True
-    keeps: int = 1
-    model: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 def read_body(
@@ -190,21 +219,20 @@ def read_body(
     """
     limits = limits or Limits()
     unused = ignored(body, chat=chat)
-    if not isinstance(body.get("model", ""), str):
-        raise BadRequest("model must be the name of the model", param="model")
-    echo, stream = flag(body, name="echo"), flag(body, name="stream")
+    sent = {name: read(body, name=name) for name, read in _FIELDS.items() if name in body}
+    echoes, streams = sent.get("echo", False) and not chat, sent.get("stream", False)
     tops, prompt_tops = _tops(body, chat=chat, usual=usual.logprobs or None, most=limits.logprobs)
-    limit = _limit(body, echo=echo and not chat)
-    with_prompt = prompt_tops is not None or (echo and not chat and tops is not None)
-    if prompt_tops is not None and stream:
+    limit = _limit(body, echo=echoes)
+    if prompt_tops is not None and streams:
         raise BadRequest("prompt_logprobs come with the whole answer: leave stream out", param="prompt_logprobs")
+    with_prompt = prompt_tops is not None or (echoes and tops is not None)
     likely = max(tops or 0, prompt_tops or 0)
-    sampling = _sampling(body, usual=usual, limit=limit, likely=likely, with_prompt=with_prompt)
+    sampling = _sampling(body, usual=usual, max_tokens=limit or 1, logprobs=likely, prompt_logprobs=with_prompt)
     prompts = () if chat else read_prompts(body, name="prompt")
     options = thing(body, name="stream_options")
     with_usage = flag(options, name="include_usage")
     keeps = sampling.n
-    sampling = _best_of(body, sampling=sampling, stream=stream) if not chat else sampling
+    sampling = _best_of(body, sampling=sampling, stream=streams) if not chat else sampling
     if (answers := max(1, len(prompts)) * sampling.n) > limits.answers:
         raise BadRequest(
             f"{max(1, len(prompts))} prompts times n={sampling.n} are {answers} answers, and this server gives {limits.answers} to one "
@@ -217,82 +245,35 @@ def read_body(
         raise BadRequest(f"{structure.param} and tool_choice exclude each other: send one", param="tool_choice")
     return Asked(
         sampling=sampling,
-        max_tokens=limit,
         prompts=prompts,
         messages=read_messages(body) if chat else (),
         chat=read_options(body, tools=() if tools is None else tools.given) if chat else PLAIN,
         tools=tools,
         structure=structure,
         stops=text_list(body, name="stop", most=limits.stops) if "stop" in body else stops,
-        stream=stream,
+        max_tokens=limit,
+        tops=tops,
+        prompt_tops=prompt_tops,
+        keeps=keeps,
         with_usage=with_usage,
         with_running_usage=with_usage and flag(options, name="continuous_usage_stats"),
-        echo=echo,
-        ignores_ends=flag(body, name="ignore_eos"),
-        stop_token_ids=token_list(body, name="stop_token_ids"),
-        bad_words=text_list(body, name="bad_words", most=_BAD_WORDS),
-        shows_special=not flag(body, name="skip_special_tokens", usual=True),
-        shows_stop=flag(body, name="include_stop_str_in_output"),
-        with_logprobs=tops is not None,
-        tops=tops or 0,
-        prompt_tops=prompt_tops,
-        with_ids=flag(body, name="return_token_ids"),
-        names_ids=flag(body, name="return_tokens_as_token_ids"),
-        most_prompt=_most_prompt(body),
-        cuts_end=_cuts_end(body),
-        has_beginning=flag(body, name="add_special_tokens", usual=True),
-        keeps=keeps,
-        model=body.get("model"),
         ignored=unused,
+        **sent,
     )
 
 
 def _limit(body: dict, *, echo: bool) -> int | None:
     """Returns the tokens of an answer, or None if the body has no limit."""
-    limit = number(
-        body, name="max_completion_tokens", kind=int, usual=number(body, name="max_tokens", kind=int, usual=None)
-    )
+    limit = number(body, name="max_completion_tokens", kind=int, usual=number(body, name="max_tokens", kind=int))
     if limit == 0 and not echo and "prompt_logprobs" not in body:
         raise BadRequest("max_tokens=0 asks for nothing: use 1 or more, or echo=true", param="max_tokens")
     return limit
 
 
-def _most_prompt(body: dict) -> int | None:
-    most = number(body, name="truncate_prompt_tokens", kind=int, usual=None)
-    if most is not None and most < 1 and most != -1:
-        raise BadRequest(f"truncate_prompt_tokens={most}: must be -1, or 1 or more", param="truncate_prompt_tokens")
-    return most
-
-
-def _salt(body: dict) -> str:
-    salt = body.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise BadRequest(f"cache_salt={shown(salt)}: must be a text that is not empty", param="cache_salt")
-    return salt or ""
-
-
-def _cuts_end(body: dict) -> bool:
-    side = body.get("truncation_side", "left")
-    if side not in ("left", "right"):
-        raise BadRequest(f"truncation_side={shown(side)}: must be left or right", param="truncation_side")
-    return side == "right"
-
-
-def _sampling(
-    body: dict, *, usual: SamplingParams, limit: int | None, likely: int, with_prompt: bool
-) -> SamplingParams:
-    values: dict[str, Any] = {field.name: getattr(usual, field.name) for field in fields(SamplingParams)}
-    for name, kind in _NUMBERS.items():
-        values[name] = number(body, name=name, kind=kind, usual=values[name])
-    if values["top_k"] == -1:  # vLLM's value for all
-        values["top_k"] = 0
-    if "allowed_token_ids" in body and not body["allowed_token_ids"]:
-        raise BadRequest("allowed_token_ids is empty: name tokens, or leave it out", param="allowed_token_ids")
-    values |= {"max_tokens": limit or 1, "logprobs": likely, "logit_bias": _bias(body), "prompt_logprobs": with_prompt}
-    values["allowed_token_ids"] = tuple(dict.fromkeys(token_list(body, name="allowed_token_ids", most=_ALLOWED)))
-    values["cache_salt"] = _salt(body)
+def _sampling(body: dict, *, usual: SamplingParams, **others: Any) -> SamplingParams:
+    values = {name: read(body, name=name) for name, read in _SAMPLING.items() if name in body}
     try:
-        return SamplingParams(**values)
+        return replace(usual, **values, **others)
     except ValueError as error:
         text = str(error).removeprefix("sampling.")
         raise BadRequest(text, param=text.partition("=")[0]) from None
@@ -319,7 +300,7 @@ def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int 
         tops = number(body, name="logprobs", kind=int, usual=0)
     elif "logprobs" in body:
         tops = number(body, name="top_logprobs", kind=int, usual=0) if flag(body, name="logprobs") else None
-    prompt_tops = number(body, name="prompt_logprobs", kind=int, usual=None)
+    prompt_tops = number(body, name="prompt_logprobs", kind=int)
     for name, value in (("top_logprobs" if chat else "logprobs", tops), ("prompt_logprobs", prompt_tops)):
         if value is not None and value > most:
             raise BadRequest(
@@ -329,18 +310,6 @@ def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int 
     if prompt_tops is not None and prompt_tops < 0:
         raise BadRequest(f"prompt_logprobs={prompt_tops}: must be 0 or more", param="prompt_logprobs")
     return tops, prompt_tops
-
-
-def _bias(body: dict) -> Mapping[int, float]:
-    found = body.get("logit_bias", {})
-    if not isinstance(found, dict) or not all(
-        re.fullmatch(r"[0-9]{1,18}", token) and isinstance(value, int | float) and not isinstance(value, bool)
-        for token, value in found.items()
-    ):
-        raise BadRequest('logit_bias must map token ids to numbers, as in {"50256": -100}', param="logit_bias")
-    if len(found) > MANY:
-        raise BadRequest(f"logit_bias may have {MANY} tokens at most, and has {len(found)}", param="logit_bias")
-    return {int(token): number(found, name=token, kind=float, usual=0.0) for token in found}
 
 
 def read_prompts(body: dict, *, name: str) -> tuple[str | list[int], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ztk.serve.values import BadRequest, flag, shown, thing
 
+MESSAGE_FIELDS = ("messages", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 # Arguments of transformers' apply_chat_template that are not template variables.
 _RESERVED = frozenset(
     (

@@ -85,7 +85,9 @@ class Reader:
             [self.chat_tokens(asked.messages, options=asked.chat)]
             if chat
             else [
-                self.tokens(prompt, has_beginning=asked.has_beginning, is_cut=asked.most_prompt is not None)
+                self.tokens(
+                    prompt, has_beginning=asked.add_special_tokens, is_cut=asked.truncate_prompt_tokens is not None
+                )
                 for prompt in asked.prompts
             ]
         )
@@ -162,12 +164,12 @@ class Reader:
 
     def _cut(self, prompt: list[int], *, asked: Asked) -> list[int]:
         """Truncates a prompt as the request asks."""
-        if asked.most_prompt is None:
+        if asked.truncate_prompt_tokens is None:
             return prompt
-        most = asked.most_prompt
+        most = asked.truncate_prompt_tokens
         if most == -1:
             most = max(1, self._max_len - (asked.max_tokens or 1))
-        return prompt[:most] if asked.cuts_end else prompt[-most:]
+        return prompt[:most] if asked.truncation_side == "right" else prompt[-most:]
 
     def _job(self, prompt: list[int], *, asked: Asked, number: int, outbox: Outbox) -> Job:
         if not prompt:
@@ -192,7 +194,7 @@ class Reader:
                 "fewer of them, fewer answers or a smaller max_tokens",
                 param="logprobs",
             )
-        ends = (*(() if asked.ignores_ends else self._opened.ends), *asked.stop_token_ids)
+        ends = (*(() if asked.ignore_eos else self._opened.ends), *asked.stop_token_ids)
         vocabulary = self._opened.vocabulary if self._opened.vocabulary < self._vocabulary_size else None
         sampling = replace(sampling, draw_key=(number,), stop_token_ids=ends, vocabulary=vocabulary)
         return Job(prompt=prompt, sampling=sampling, outbox=outbox, number=number)

@@ -98,7 +98,7 @@ def read_turn(body: dict[str, Any], *, stored: Stored) -> Turn:
     found = {name: value for name, value in body.items() if name not in _OWN}
     found["messages"] = [*_instructions(body), *conversation]
     if "max_output_tokens" in body:
-        found["max_tokens"] = number(body, name="max_output_tokens", kind=int, usual=None)
+        found["max_tokens"] = number(body, name="max_output_tokens", kind=int)
     if text.get("format") is not None:
         found["response_format"] = _format(text["format"])
     if text.get("verbosity") is not None:

@@ -19,6 +19,9 @@ from torch import Tensor
 from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.values import BadRequest, flag, shown, thing
 
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_GUIDED |= {"json_schema": "json", "grammar": "grammar"}  # llama.cpp's
+STRUCTURE_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 _THREADS, _KEPT = 2, 64  # for masks; compiled grammars
 _CHARACTERS, _DEPTH = 1 << 16, 100  # of a grammar, and nested brackets in it
 _CHOICES = 1024
@@ -78,9 +81,7 @@ def _of_format(body: dict) -> Structure | None:
 
 def _of_guided(body: dict) -> list[Structure | None]:
     """Parses separate fields."""
-    names = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-    names |= {"json_schema": "json", "grammar": "grammar"}
-    return [_one(kind, value=body[name], param=name) for name, kind in names.items() if name in body]
+    return [_one(kind, value=body[name], param=name) for name, kind in _GUIDED.items() if name in body]
 
 
 def _of_outputs(body: dict) -> list[Structure | None]:

@@ -15,6 +15,7 @@ from ztk.serve.structured import JSON_OPTIONS, Structure, check_size
 from ztk.serve.text import overlap
 from ztk.serve.values import BadRequest, flag, shown
 
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _TOOLS, _NAME = 128, 64  # of a request; characters of a name
 _CALLS = 16  # calls of one answer of a grammar
 _MANY = 1 << 16  # calls of an answer; more than it has tokens for

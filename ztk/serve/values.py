@@ -65,7 +65,15 @@ def flag(body: dict, *, name: str, usual: bool = False) -> bool:
     return value
 
 
-def number(body: dict, *, name: str, kind: type, usual: Any) -> Any:
+def choice(body: dict, *, name: str, of: tuple[str, ...]) -> str:
+    """Returns one of some words, by default the first. Raises BadRequest for another value."""
+    value = body.get(name, of[0])
+    if value not in of:
+        raise BadRequest(f"{name}={shown(value)}: must be {' or '.join(of)}", param=name)
+    return value
+
+
+def number(body: dict, *, name: str, kind: type, usual: Any = None) -> Any:
     """Returns an int or a float; `usual` if the body has none. Raises BadRequest for another value."""
     value = body.get(name)
     if value is None:
