@@ -126,39 +126,32 @@ def _faults(
     jobs: dict[str, list[str]] = {}
     fixes: set[tuple[str, ...]] = set()
     for job, config in changed:
-        keys = _differing(job, config=config, folder=folder)
-        jobs.setdefault(keys.words, []).append(f"{job.folder} ({' '.join(words_of(job))})")
-        fixes |= {keys.fix} if keys.known else set()
+        words, fix = _differing(job, config=config, folder=folder)
+        jobs.setdefault(words, []).append(f"{job.folder} ({' '.join(words_of(job))})")
+        if fix is not None:
+            fixes.add(fix)
     if not jobs:
         return []
     commit = read_commit()
     began = "" if commit == old.commit else f", which began at commit {old.commit}, and this is {commit}"
     steps = [f"restore the option file or the default that has changed since the sweep began{began}"]
-    if len(fixes) == 1 and len(changed) == len(old.jobs) and (words := next(iter(fixes))):
-        line = shlex.join([*asked.flags, *asked.words, *words, f"sweep.resume={folder}"])
+    if len(fixes) == 1 and len(changed) == len(old.jobs) and (fix := next(iter(fixes))):
+        line = shlex.join([*asked.flags, *asked.words, *fix, f"sweep.resume={folder}"])
         steps.append(f"give the old value: python run.py {line}")
     steps.append("or start a sweep in another folder")
     return [*(f"{', '.join(names)}: {words}" for words, names in jobs.items()), "; ".join(steps)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Differing:
-    """words: description for the user. fix: overrides that restore the old values. known: whether the old configuration is on disk."""
-
-    words: str
-    fix: tuple[str, ...] = ()
-    known: bool = False
-
-
-def _differing(job: SweepJob, *, config: Config, folder: Path) -> _Differing:
+def _differing(job: SweepJob, *, config: Config, folder: Path) -> tuple[str, tuple[str, ...] | None]:
+    """Returns a description for the user, and the overrides that restore the old values: empty if none can, None if the old configuration
+    is not on disk.
+    """
     path = folder / job.folder / "config.yaml"
     if not path.is_file():
-        return _Differing(
-            words="has another configuration than when the sweep began; it left none, because it has not started"
-        )
+        return "has another configuration than when the sweep began; it left none, because it has not started", None
     found = configuration.differences(configuration.load(path), now=config)
     if not found:
-        return _Differing(words="its folder has a run of another configuration than the one that names it", known=True)
+        return "its folder has a run of another configuration than the one that names it", ()
     words = ", ".join(f"{key}={now} now, and recorded {key}={before}" for key, (before, now) in found.items())
-    fix = tuple(f"{key}={before}" for key, (before, _) in found.items())
-    return _Differing(words=words, fix=() if "null" in {before for before, _ in found.values()} else fix, known=True)
+    can_restore = all(before != "null" for before, _ in found.values())
+    return words, tuple(f"{key}={before}" for key, (before, _) in found.items()) if can_restore else ()
