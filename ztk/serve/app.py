@@ -34,7 +34,7 @@ from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.messages import read_messages, read_options
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
-from ztk.serve.replies import Failed, Reader, Reply, check_tokens
+from ztk.serve.replies import Reader, Reply, check_tokens
 from ztk.serve.responses import ResponseReply, Stored, read_turn
 from ztk.serve.text import TextStream
 from ztk.serve.tokenizers import token_name
@@ -194,8 +194,6 @@ class Server:
         try:
             await self._collect(reply, outbox=outbox)
             body = b"" if outbox.is_left else await self._in_thread(reply.body)
-        except Failed as error:
-            return failure(400 if error.is_by_request else 500, message=str(error))
         finally:
             watching.cancel()
             self._cancel(reply.jobs)
@@ -244,7 +242,7 @@ class Server:
             raise BadRequest(str(error), status=503) from None
 
     async def _collect(self, reply: Reply, *, outbox: Outbox) -> None:
-        """Collects outputs until all answers have ended, or the client has disconnected. Raises Failed."""
+        """Collects outputs until all answers have ended, or the client has disconnected. Raises BadRequest."""
         while not reply.is_complete and (items := await outbox.take()):
             reply.keep(items)
             if reply.asked.stops:  # a stop text may end an answer before the engine does
@@ -264,11 +262,11 @@ class Server:
                 if events:
                     yield events
             yield await self._in_thread(reply.closing)  # which may store a long conversation
-        except Failed as error:
-            yield reply.failing(str(error), is_by_request=error.is_by_request)
+        except BadRequest as error:
+            yield reply.failing(error)
         except Exception as error:
             _LOGGER.exception("a stream ends by an error")
-            yield reply.failing(f"{type(error).__name__}: {error}")
+            yield reply.failing(BadRequest(f"{type(error).__name__}: {error}", status=500))
 
     async def _in_thread(
         self, call: Callable[..., _T], *given: object, pool: ThreadPoolExecutor | None = None, **named: object
@@ -337,14 +335,13 @@ async def _failed(request: Request, error: Exception) -> Response:
     """The response to a request whose route has raised an error."""
     match error:
         case BadRequest():
-            options = {"param": error.param, "code": error.code, "headers": error.headers}
-            return failure(error.status, message=str(error), **options)
+            return failure(error)
         case ClientDisconnect():
-            return failure(400, message="the client has left before the end of its request")
+            return failure(BadRequest("the client has left before the end of its request"))
         case HTTPException():
             text = f"{request.method} {request.url.path}: {error.detail}; see /v1/models, /v1/completions, /v1/chat/completions"
-            return failure(error.status_code, message=text, headers=dict(error.headers or {}))
-    return failure(500, message=f"{type(error).__name__}: {error}")
+            return failure(BadRequest(text, status=error.status_code, headers=dict(error.headers or {})))
+    return failure(BadRequest(f"{type(error).__name__}: {error}", status=500))
 
 
 class Texts:

@@ -57,20 +57,11 @@ class Stream(StreamingResponse):
             self._on_end()
 
 
-def failure(
-    status: int,
-    *,
-    message: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> Response:
-    """Returns OpenAI's error body."""
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    body = {"message": message, "type": kind, "param": param, "code": code}
+def failure(error: BadRequest) -> Response:
+    """Returns the response to a failed request."""
     # ASCII only, because a message may contain characters of a request that UTF-8 cannot represent.
-    text = json.dumps({"error": body})
-    return Response(text, status_code=status, headers=headers, media_type="application/json")
+    text = json.dumps(error.body())
+    return Response(text, status_code=error.status, headers=error.headers, media_type="application/json")
 
 
 class Guard:
@@ -90,7 +81,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (reason := self._fault(Headers(scope=scope))) is not None:
-            await failure(403, message=reason)(scope, receive, send)
+            await failure(BadRequest(reason, status=403))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -20,14 +20,6 @@ _MOST_VALUES = 1 << 21  # log-probabilities of one response, about 200 MB of obj
 _LARGE = 256  # log-probabilities of a prompt; more are not written together with pieces of other streams
 
 
-class Failed(Exception):
-    """The engine has ended an answer with an error. is_by_request: whether fields of the request caused it."""
-
-    def __init__(self, message: str, *, is_by_request: bool = False) -> None:
-        super().__init__(message)
-        self.is_by_request = is_by_request
-
-
 def check_tokens(tokens: Iterable[int], *, size: int, param: str | None = None) -> None:
     """Raises BadRequest for a token outside a vocabulary of `size`. param: the field."""
     odd = next((token for token in tokens if not 0 <= token < size), None)
@@ -244,12 +236,12 @@ class Reply:
         self._ended: list[Job] = []
 
     def keep(self, items: list[Item]) -> None:
-        """Stores outputs for `take_kept` or `body`. Raises Failed for an error."""
+        """Stores outputs for `take_kept` or `body`. Raises BadRequest for an error of the engine."""
         for number, item in items:
             if isinstance(item, Exception):
-                raise Failed(str(item))
+                raise BadRequest(str(item), status=500)
             if item.error is not None:
-                raise Failed(item.error, is_by_request=item.is_by_request)
+                raise BadRequest(item.error, status=400 if item.is_by_request else 500)
             if item.finished:
                 self._open.discard(self._place(number, output=item))
         self._kept += items
@@ -300,11 +292,9 @@ class Reply:
         usage = self.shape.chunk() | {"usage": self.shape.usage(self._answers, prompt_tokens=self._prompt_tokens)}
         return self.written([usage] if self.asked.with_usage else []) + b"data: [DONE]\n\n"
 
-    def failing(self, message: str, *, is_by_request: bool = False) -> bytes:
-        """Returns the last event of failed answers. is_by_request: whether fields of the request caused the error."""
-        kind = "invalid_request_error" if is_by_request else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": None}
-        return f"data: {json.dumps({'error': error})}\n\n".encode()
+    def failing(self, error: BadRequest) -> bytes:
+        """Returns the last event of failed answers."""
+        return f"data: {json.dumps(error.body())}\n\n".encode()
 
     def body(self) -> bytes:
         """Returns the complete response."""

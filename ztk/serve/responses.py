@@ -284,9 +284,9 @@ class ResponseReply(Reply):
         whole = self._whole(chat)
         return b"".join((*events, self._events.written(whole["status"], response=whole)))
 
-    def failing(self, message: str, *, is_by_request: bool = False) -> bytes:
-        error = {"code": "invalid_prompt" if is_by_request else "server_error", "message": message}
-        return self._events.written("failed", response=self._response(status="failed") | {"error": error})
+    def failing(self, error: BadRequest) -> bytes:
+        written = {"code": "invalid_prompt" if error.status < 500 else "server_error", "message": str(error)}
+        return self._events.written("failed", response=self._response(status="failed") | {"error": written})
 
     def body(self) -> bytes:
         self.take_kept()

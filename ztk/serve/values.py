@@ -12,7 +12,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 2, 60, 40, 
 
 
 class BadRequest(ValueError):
-    """A rejected request. param: the field. status, code, headers: of the response."""
+    """A rejected or failed request. param: the field. status, code, headers: of the response."""
 
     def __init__(
         self,
@@ -25,6 +25,12 @@ class BadRequest(ValueError):
     ) -> None:
         super().__init__(message)
         self.param, self.status, self.code, self.headers = param, status, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """Returns the error in OpenAI's format."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
