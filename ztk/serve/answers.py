@@ -9,7 +9,7 @@ from ztk.inference import Output, PromptLogprob
 from ztk.serve.bodies import Asked
 from ztk.serve.text import TextStream
 from ztk.serve.tokenizers import Tokenizer, token_name
-from ztk.serve.tools import MARKS, Call, CallPiece, CallStream, Format, with_pieces
+from ztk.serve.tools import MARKS, Call, CallStream, Format, with_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class Answer:
             return before
         return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls, first=first)]
 
-    def _split(self, piece: str) -> tuple[str, list[CallPiece]]:
+    def _split(self, piece: str) -> tuple[str, list[Call]]:
         """Splits another piece of text into text and pieces of calls."""
         if self._found is None:
             return piece, []
@@ -210,7 +210,7 @@ class Answer:
         *,
         drawn: list[tuple[Output, int]],
         with_prompt: bool = False,
-        calls: Sequence[CallPiece] = (),
+        calls: Sequence[Call] = (),
         first: int = 0,
     ) -> dict:
         """A chunk of a stream. first: number of the next call that begins."""
@@ -223,7 +223,9 @@ class Answer:
         delta: dict = {"content": text}
         if calls:
             begins = itertools.accumulate((call.id is not None for call in calls), initial=first - 1)
-            delta["tool_calls"] = [call.written(index=at) for call, at in zip(calls, [*begins][1:], strict=True)]
+            delta["tool_calls"] = [
+                {"index": at} | call.written() for call, at in zip(calls, [*begins][1:], strict=True)
+            ]
         return self._chunk(choice | {"delta": delta})
 
     def _chunk(self, choice: dict) -> dict:

@@ -183,43 +183,32 @@ def _lark(text: str) -> Structure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call in an answer. arguments: a JSON object as text."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def written(self) -> dict[str, Any]:
-        """Returns the call in OpenAI's format."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallPiece:
-    """The beginning of a call, with its name, or more text of the last call's arguments."""
+    """One call in an answer, or a piece of it. arguments: a JSON object as text. name, id: None for more text of the last call's
+    arguments.
+    """
 
     arguments: str = ""
     name: str | None = None
     id: str | None = None
 
-    def written(self, *, index: int) -> dict[str, Any]:
-        """Returns the piece in OpenAI's streaming format. index: number of the call."""
-        function = {} if self.name is None else {"name": self.name}
-        head = {"index": index} if self.id is None else {"index": index, "id": self.id, "type": "function"}
-        return head | {"function": function | {"arguments": self.arguments}}
+    def written(self) -> dict[str, Any]:
+        """Returns the call or piece in OpenAI's format."""
+        if self.id is None:
+            return {"function": {"arguments": self.arguments}}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def begun(name: str, *, arguments: str = "") -> CallPiece:
+def begun(name: str, *, arguments: str = "") -> Call:
     """Returns the first piece of a new call."""
-    return CallPiece(name=name, arguments=arguments, id=f"call_{uuid.uuid4().hex[:24]}")
+    return Call(name=name, arguments=arguments, id=f"call_{uuid.uuid4().hex[:24]}")
 
 
-def with_pieces(calls: list[Call], *, pieces: list[CallPiece]) -> list[Call]:
+def with_pieces(calls: list[Call], *, pieces: list[Call]) -> list[Call]:
     """Returns the calls after more pieces."""
     found = list(calls)
     for piece in pieces:
-        if piece.id is not None and piece.name is not None:
-            found.append(Call(id=piece.id, name=piece.name, arguments=piece.arguments))
+        if piece.id is not None:
+            found.append(piece)
         else:
             found[-1] = replace(found[-1], arguments=found[-1].arguments + piece.arguments)
     return found
@@ -243,14 +232,14 @@ class Scan:
         self._depth, self._outer = 0, 0  # open brackets of the call, and those around its arguments
         self._is_read = False  # the arguments are complete
 
-    def push(self, text: str, *, most: int) -> list[CallPiece]:
+    def push(self, text: str, *, most: int) -> list[Call]:
         """Returns the new pieces of the text so far. most: maximum number of calls."""
-        found: list[CallPiece] = []
+        found: list[Call] = []
         while self._at < len(text):
             if self._is_open:
                 piece = self._arguments(text)
                 if piece and self.count <= most:
-                    found.append(CallPiece(arguments=piece))
+                    found.append(Call(arguments=piece))
                 continue
             name = self._name(text)
             if name is None:
@@ -321,7 +310,7 @@ class CallStream:
         self._scan = self._new_scan()
         self.count = 0
 
-    def push(self, piece: str) -> tuple[str, list[CallPiece]]:
+    def push(self, piece: str) -> tuple[str, list[Call]]:
         """Adds a piece of text. Returns text and pieces of calls that are certain now."""
         self._waiting += piece
         text, calls = "", []
@@ -346,19 +335,19 @@ class CallStream:
         self._has_text |= bool(text.strip())
         return text, calls
 
-    def finish(self) -> tuple[str, list[CallPiece]]:
+    def finish(self) -> tuple[str, list[Call]]:
         """Returns the pending text, at the end of the answer."""
         rest, self._waiting = self._waiting, ""
         pieces, left = self._completed(rest) if self._is_call else ([], None)
         return rest if left is None else left, pieces
 
-    def _followed(self, region: str) -> list[CallPiece]:
+    def _followed(self, region: str) -> list[Call]:
         """Returns new pieces of a text that begins with a mark or an object and continues."""
         if not self._in_pieces:
             return []
         return self._scan.push(region, most=self._most - self.count)
 
-    def _completed(self, region: str) -> tuple[list[CallPiece], str | None]:
+    def _completed(self, region: str) -> tuple[list[Call], str | None]:
         """Returns the last pieces of such a text, and the text that follows its calls, or None if it has no calls. Calls that were
         not returned in pieces are returned in one.
         """
@@ -393,7 +382,7 @@ class CallStream:
         before, self._waiting = self._waiting[:cut], self._waiting[cut:]
         return before, False
 
-    def _calls(self, region: str) -> list[CallPiece]:
+    def _calls(self, region: str) -> list[Call]:
         """Returns the tool calls in a text that begins with a call mark or a JSON object; an empty list for any other text."""
         text = region.replace(self._mark, "", 1).strip() if region.startswith(self._mark) else region.strip()
         key, found, reader = _ARGUMENTS[self._format], [], json.JSONDecoder()
@@ -421,7 +410,7 @@ def _ended(text: str) -> tuple[str, str, str]:
     return text, "", ""
 
 
-def _call(value: dict[str, Any], *, key: str) -> CallPiece:
+def _call(value: dict[str, Any], *, key: str) -> Call:
     """Parses a call. Raises KeyError or TypeError for another object."""
     name, arguments = value["name"], value.get(key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(name, str) or not name:
