@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference import Generator, Output, SamplingParams
@@ -53,7 +53,7 @@ class Outbox:
         return [] if self.is_left else [self._items.popleft() for _ in range(len(self._items))]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Job:
     """One prompt of one HTTP request. number: index in the request's `outbox`. adapter: its name, or None for the base model."""
 
@@ -63,7 +63,7 @@ class Job:
     number: int = 0
     adapter: str | None = None
     request_id: int | None = None
-    timed: Timed | None = None
+    timed: Timed = field(default_factory=Timed)
 
 
 def deliver(items: list[tuple[Job, Output | Exception]]) -> None:
@@ -101,7 +101,7 @@ class EngineLoop:
         self._queued: set[int] = set()  # requests that the engine has not taken yet
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._jobs: dict[int, Job] = {}
-        self._waiting: dict[int, Job] = {}  # jobs without an output, by id()
+        self._waiting: dict[Job, None] = {}  # jobs without an output, in order
         self._wake = threading.Condition()
         self._stopping = False
         self._first_asked: float | None = None
@@ -137,8 +137,8 @@ class EngineLoop:
                 self.metrics.count("refused")
                 raise Busy
             self._first_asked = self._first_asked or time.perf_counter()
-            self._waiting[id(job)] = job
-            job.timed = self.metrics.ask(len(job.prompt))
+            self._waiting[job] = None
+            self.metrics.ask(job.timed, prompt_tokens=len(job.prompt))
             self._commands.append(lambda: self._begin(job))
             self._wake.notify()
 
@@ -202,7 +202,7 @@ class EngineLoop:
     def _fail_all(self, error: Exception) -> None:
         """Ends every running or waiting job with `error`."""
         with self._wake:
-            jobs = list(({id(job): job for job in self._jobs.values()} | self._waiting).values())
+            jobs = list(dict.fromkeys((*self._jobs.values(), *self._waiting)))
             self._jobs.clear()
             self._waiting.clear()
             # Commands that begin or end those jobs are obsolete. The command that ends this thread is not.
@@ -212,19 +212,19 @@ class EngineLoop:
         deliver([(job, error) for job in jobs])
 
     def _begin(self, job: Job) -> None:
-        if id(job) not in self._waiting:
+        if job not in self._waiting:
             return  # it has ended already
         try:
             job.request_id = self.generator.submit(job.prompt, sampling=job.sampling, adapter=job.adapter).id
         except Exception as error:  # noqa: BLE001
-            self._waiting.pop(id(job), None)
+            self._waiting.pop(job, None)
             deliver([(job, error)])
             return
         self._jobs[job.request_id] = job
         self._queued.add(job.request_id)
 
     def _end(self, job: Job) -> None:
-        self._waiting.pop(id(job), None)
+        self._waiting.pop(job, None)
         if job.request_id is not None and self._jobs.pop(job.request_id, None) is not None:
             self.generator.cancel(job.request_id)
             self._queued.discard(job.request_id)
@@ -239,21 +239,19 @@ class EngineLoop:
             job = self._jobs.get(output.request_id)
             if job is None:
                 continue
-            self._waiting.pop(id(job), None)
-            assert job.timed is not None, "`submit` has set it"
+            self._waiting.pop(job, None)
             self.metrics.draw(job.timed, output=output)
             delivered.append((job, output))
         deliver(delivered)
         for number in {output.request_id for output in outputs}:
             if not self.generator.is_open(number) and (job := self._jobs.pop(number, None)) is not None:
-                assert job.timed is not None, "`submit` has set it"
                 self.metrics.end(job.timed)
 
     def _record_begun(self, *, at: float) -> None:
         """Records which requests the engine took in the step that began at `at`."""
         for number in [one for one in self._queued if self.generator.is_begun(one)]:
             self._queued.discard(number)
-            if (job := self._jobs.get(number)) is not None and job.timed is not None:
+            if (job := self._jobs.get(number)) is not None:
                 self.metrics.begin(job.timed, at=at)
 
     def _record_first_token(self) -> None:

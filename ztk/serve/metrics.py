@@ -22,7 +22,7 @@ class Timed:
     """The timestamps of one prompt."""
 
     def __init__(self) -> None:
-        self.asked = time.perf_counter()
+        self.asked = 0.0
         self.first: float | None = None  # its first token
         self.last: dict[int, float] = {}  # the last token of each answer
         self.counts: dict[int, int] = {}
@@ -83,12 +83,12 @@ class Metrics:
         """Increases one of ztk's own counters."""
         self._own[name].inc(by)
 
-    def ask(self, prompt_tokens: int) -> Timed:
+    def ask(self, timed: Timed, *, prompt_tokens: int) -> None:
         """Records a queued prompt."""
+        timed.asked = time.perf_counter()
         self.count("requests")
         self._prompt_tokens.inc(prompt_tokens)
         self._lengths["prompt"].observe(prompt_tokens)
-        return Timed()
 
     def begin(self, timed: Timed, *, at: float) -> None:
         """Records that the engine took a prompt in the step that began at `at`."""
