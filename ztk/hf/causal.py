@@ -30,15 +30,15 @@ from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 logger = logging.getLogger(__name__)
 
 
-def transformers_module() -> ModuleType:
-    """Imports transformers.
+def transformers_module(key: str = "model=hf") -> ModuleType:
+    """Imports transformers. key: the option that needs it.
 
     Raises ValueError if it is not installed.
     """
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise ValueError("model=hf needs transformers, which is not installed: pip install transformers") from None
+        raise ValueError(f'{key} needs transformers, which is not installed: pip install "ztk[hf]"') from None
 
 
 def open_causal(
@@ -101,19 +101,6 @@ def build_causal(config: Any) -> nn.Module:
     `open_causal`.
     """
     return _build(transformers_module(), config)
-
-
-def folder_causal(path: str) -> nn.Module:
-    """Returns the model of the folder with its weights, fp32 on the CPU. Raises ValueError as `open_causal`."""
-    config = read_config(path)
-    try:
-        return transformers_module().AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={path}: {str(error).splitlines()[0]}; name a folder with a causal language model"
-        ) from None
 
 
 def read_config(path: str) -> Any:

@@ -1,6 +1,5 @@
 """Opens models from folders, with their tokenizers: runs of ztk, checkpoints, and transformers folders."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.hf.causal import empty_causal, folder_causal
+from ztk.hf.causal import empty_causal, transformers_module
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.nn import Decoder, DecoderConfig
@@ -174,42 +173,37 @@ def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
     return SubwordTokenizer.open(folder)
 
 
-def folder_module(folder: Path) -> nn.Module:
-    """Loads the transformers model in `folder`, fp32 on the CPU.
+def folder_module(folder: Path, *, key: str = "inference.model") -> nn.Module:
+    """Loads the transformers model in `folder`, fp32 on the CPU. key: the option that names it.
 
-    Raises ValueError if transformers is not installed, or weights are missing.
+    Raises ValueError if transformers is not installed, the folder has no causal model, or weights are missing.
     """
-    transformers = _transformers(folder)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-    )
+    auto = transformers_module(f"{key}={folder}").AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}={folder}: {str(error).splitlines()[0]}; name a folder with a causal language model"
+        ) from None
     if missing := sorted(info["missing_keys"]):
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         raise ValueError(
-            f"inference.model={folder}: its files lack {named}, which {type(model).__name__} computes with; save the model again"
+            f"{key}={folder}: its files lack {named}, which {type(model).__name__} computes with; save the model again"
         )
     return model.eval()
 
 
-def _transformers(folder: Path) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ValueError(f'inference.model={folder}: needs transformers: pip install "ztk[hf]"') from error
-
-
 def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | UnreadModel) -> Opened:
-    transformers = _transformers(folder)
+    transformers = transformers_module(f"inference.model={folder}")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if not isinstance(module, nn.Module) and not (folder / "generation_config.json").is_file():
-        named = transformers.GenerationConfig.from_model_config(config).eos_token_id
-    elif not isinstance(module, nn.Module):
-        named = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    if (file := generation_file(str(folder))) is not None:
+        ends = [*end_tokens(file)]
     else:
-        generation: Any = module.generation_config
-        named = generation.eos_token_id
-    ends = [] if named is None else [named] if isinstance(named, int) else list(named)
+        named = transformers.GenerationConfig.from_model_config(config).eos_token_id
+        ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
     if tokenizer.chat_template and (end := ChatTemplate(folder=folder, inner=tokenizer).end) is not None:
@@ -254,7 +248,7 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
         assert alpha is not None, "the configuration is checked"
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
         if manifest.left_out:
-            model = folder_causal(config.model.path)
+            model = folder_module(Path(config.model.path), key="model.path")
         else:  # the base was trained before, and is in the checkpoint
             model = empty_causal(config.model.path)
             model.load_state_dict({name: value for name, value in state.items() if name not in adapters}, assign=True)
