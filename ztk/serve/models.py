@@ -1,5 +1,6 @@
 """Opens models from folders, with their tokenizers: runs of ztk, checkpoints, and transformers folders."""
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,49 @@ def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | Un
     )
 
 
+class Parameters(Mapping):
+    """The parameters of a checkpoint or a folder by name, each read on access. `close` closes their files."""
+
+    def __init__(
+        self, stored: Mapping[str, str], *, read: Callable[[str], Tensor], close: Callable[[], None] = lambda: None
+    ) -> None:
+        """stored: name -> stored name, which tied parameters share. read: returns the parameter of a stored name, in its shape."""
+        self._stored, self._read, self.close = stored, read, close
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._stored[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def loaded(self) -> dict[str, Tensor]:
+        """Returns all parameters, each read once."""
+        own = {stored: self._read(stored) for stored in dict.fromkeys(self._stored.values())}
+        return {name: own[stored] for name, stored in self._stored.items()}
+
+
+def stored_parameters(config: Config, *, step: Path, ema: bool) -> Parameters:
+    """Returns the parameters of the run with `config`, fp32. Adapters of ztk's decoder are merged, those of other models are not.
+
+    step, ema: as in `trained_model`. Raises ValueError for a reward model.
+    """
+    if config.task.name == "reward":
+        raise ValueError(
+            f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
+        )
+    manifest = checkpoint.read_manifest(step)
+    weights = Weights(manifest, dtype=torch.float32, ema=ema, is_merged=config.model.path is None)
+    keys = [spec.key for spec in weights.specs]
+    stored = {own: own for own in keys} | {tied: own for tied, own in manifest.tied.items() if own in keys}
+    return Parameters(stored, read=weights.full, close=weights.close)
+
+
 def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module:
     """Returns the model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint. ema: uses the moving average of
     the weights.
@@ -228,44 +272,28 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
 
     Raises ValueError for a reward model, for `model.path` without the run's model, and for `ema` without an average.
     """
-    if config.task.name == "reward":
-        raise ValueError(
-            f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
-        )
-    manifest = checkpoint.read_manifest(step)
-    weights = Weights(manifest, dtype=torch.float32, ema=ema, is_merged=config.model.path is None)
+    parameters = stored_parameters(config, step=step, ema=ema)
     try:
-        state = {spec.key: weights.full(spec.key) for spec in weights.specs}
+        state = parameters.loaded()
     finally:
-        weights.close()
-    state |= {
-        name: state[first] for name, first in manifest.tied.items() if first in state
-    }  # tied weights are not adapters
-    if config.model.path is None:
-        return _decoder(config, state=state)
-    if config.lora.rank > 0:
-        alpha = config.lora.alpha
-        assert alpha is not None, "the configuration is checked"
-        adapters = {name: value for name, value in state.items() if is_adapter(name)}
-        if manifest.left_out:
-            model = folder_module(Path(config.model.path), key="model.path")
-        else:  # the base was trained before, and is in the checkpoint
-            model = empty_causal(config.model.path)
-            model.load_state_dict({name: value for name, value in state.items() if name not in adapters}, assign=True)
-        return merge_adapters(model, state=adapters, scale=alpha / config.lora.rank)
-    model = empty_causal(config.model.path)
-    model.load_state_dict(state, assign=True)
-    return model
+        parameters.close()
+    adapters = {name: value for name, value in state.items() if is_adapter(name)}
+    if adapters and checkpoint.leaves_out_base(step):
+        assert config.model.path is not None, "adapters of ztk's decoder are merged already"
+        model = folder_module(Path(config.model.path), key="model.path")
+    else:
+        model = empty_model(config)
+        model.load_state_dict({name: value for name, value in state.items() if name not in adapters}, assign=True)
+    if not adapters:
+        return model
+    assert config.lora.alpha is not None, "the configuration is checked"
+    return merge_adapters(model, state=adapters, scale=config.lora.alpha / config.lora.rank)
 
 
-def _decoder(config: Config, *, state: dict[str, Tensor]) -> Decoder:
-    model = empty_decoder(config)
-    model.load_state_dict(state, assign=True)
-    return model
-
-
-def empty_decoder(config: Config) -> Decoder:
-    """Returns the run's own decoder: parameters on the meta device, buffers with their values."""
+def empty_model(config: Config) -> nn.Module:
+    """Returns the model of a run, ztk's decoder or one of transformers: parameters on the meta device, buffers with their values."""
+    if config.model.path is not None:
+        return empty_causal(config.model.path)
     sizes = {name: value for name, value in vars(config.model).items() if name not in _NOT_SIZES and value is not None}
     with torch.device("meta"):
         model = Decoder(DecoderConfig(**sizes))

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk import checkpoint
-from ztk.checkpoint.export import Weights
 from ztk.checkpoint.gguf.reading import model_folder
-from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.core.policies.inference import calibration_faults
 from ztk.data.documents import Fault, read_documents
@@ -30,10 +27,12 @@ from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
 from ztk.serve.models import (
     Opened,
-    empty_decoder,
+    Parameters,
+    empty_model,
     open_model,
     open_packed_model,
     recorded_run,
+    stored_parameters,
     trained_model,
     with_tokenizer,
 )
@@ -58,27 +57,6 @@ class _Source:
     state: Mapping[str, Tensor]
     text: list[tuple[Path, str]]
     close: Callable[[], None] = lambda: None
-
-
-class Parameters(Mapping):
-    """Parameters by name, of any shape, each read on access."""
-
-    def __init__(self, names: list[str], *, read: Callable[[str], Tensor]) -> None:
-        self._names, self._read = dict.fromkeys(names), read
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def pack_model(path: str, *, to: str, weights: str, ema: bool = False, calibration: str | None = None) -> Packed:
@@ -196,7 +174,8 @@ def _source(folder: Path, *, ema: bool) -> _Source:
     if config.lora.rank > 0:
         module = trained_model(config, step=step, ema=ema)
         return _Source(name=recorded.name, module=module, state=dict(module.named_parameters()), text=text)
-    return _of_checkpoint(config, step=step, ema=ema, name=recorded.name, text=text)
+    state = stored_parameters(config, step=step, ema=ema)
+    return _Source(name=recorded.name, module=empty_model(config), state=state, text=text, close=state.close)
 
 
 def _of_transformers(folder: Path) -> _Source:
@@ -219,7 +198,7 @@ def _folder_state(module: nn.Module, *, values: FolderValues) -> Parameters:
     def read(name: str) -> Tensor:
         return values(name=name, start=0, stop=shapes[name].numel()).view(shapes[name])
 
-    return Parameters(list(shapes), read=read)
+    return Parameters({name: name for name in shapes}, read=read)
 
 
 def _check(folder: Path, *, state: Parameters) -> None:
@@ -247,18 +226,6 @@ def _cut(config: Any, *, state: Parameters) -> nn.Module:
         setattr(module.get_submodule(owner), leaf, nn.Parameter(state[name], requires_grad=False))
     module.tie_weights()
     return module.eval()
-
-
-def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: list[tuple[Path, str]]) -> _Source:
-    if config.task.name == "reward":
-        trained_model(config, step=step)  # raises the reason
-    module = empty_decoder(config) if config.model.path is None else empty_causal(config.model.path)
-    manifest = checkpoint.read_manifest(step)
-    weights = Weights(manifest, dtype=torch.float32, ema=ema)
-    keys = [spec.key for spec in weights.specs]
-    first = {own: own for own in keys} | {tied: own for tied, own in manifest.tied.items() if own in keys}
-    state = Parameters(list(first), read=lambda own: weights.full(first[own]))
-    return _Source(name=name, module=module, state=state, text=text, close=weights.close)
 
 
 def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = None) -> str:
