@@ -1,13 +1,10 @@
 """OpenAI's HTTP interface for a `Generator`, with routes that generate nothing: texts to tokens and back, and texts to vectors."""
 
 import asyncio
-import base64
 import gc
 import importlib.metadata
-import json
 import logging
 import secrets
-import struct
 import sys
 import time
 import uuid
@@ -16,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,25 +25,21 @@ from starlette.types import ASGIApp
 
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
-from ztk.serve.bodies import Limits, header, read_body, read_prompts
+from ztk.serve.bodies import Limits, header, read_body
 from ztk.serve.http import Guard, Stream, failure, received, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
-from ztk.serve.messages import read_messages, read_options
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
-from ztk.serve.replies import Reader, Reply, check_tokens
+from ztk.serve.replies import Reader, Reply
 from ztk.serve.responses import ResponseReply, Stored, read_turn
-from ztk.serve.text import TextStream
-from ztk.serve.tokenizers import token_name
-from ztk.serve.tools import Format, read_tools
-from ztk.serve.values import BadRequest, choice, flag, parsed, shown, token_list
+from ztk.serve.tools import Format
+from ztk.serve.values import BadRequest, parsed, shown
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _THREADS = 2  # for requests and complete answers; the same number for pieces of streams; one for embeddings
 _TOLD = 64  # ignored fields that the log names
 RETRY_SECONDS = 1
-_TOKENS = 1 << 20  # of a text to detokenise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +77,7 @@ class Server:
             opened=opened,
             max_waiting=policy.max_waiting,
             max_tokens=policy.max_tokens,
+            limits=policy.limits,
             format=policy.tool_format,
         )
         self._stored = Stored()
@@ -94,7 +88,6 @@ class Server:
             ThreadPoolExecutor(count, thread_name_prefix=f"ztk-serve-{name}")
             for name, count in (("whole", _THREADS), ("pieces", _THREADS), ("vectors", 1))
         )
-        self._texts = Texts(generator, opened=opened, reader=self._reader, limits=policy.limits)
         routes = Starlette(
             routes=[
                 Route("/", self._page),
@@ -106,10 +99,10 @@ class Server:
                 Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
                 Route("/v1/responses", partial(self._answer, chat=True, is_response=True), methods=["POST"]),
                 Route("/version", self._version),
-                Route("/tokenize", partial(self._text, self._texts.tokenize), methods=["POST"]),
-                Route("/detokenize", partial(self._text, self._texts.detokenize), methods=["POST"]),
+                Route("/tokenize", partial(self._text, self._reader.tokenize), methods=["POST"]),
+                Route("/detokenize", partial(self._text, self._reader.detokenize), methods=["POST"]),
                 Route(
-                    "/v1/embeddings", partial(self._text, self._texts.embeddings, pool=self._vectors), methods=["POST"]
+                    "/v1/embeddings", partial(self._text, self._reader.embeddings, pool=self._vectors), methods=["POST"]
                 ),
             ],
             exception_handlers=dict.fromkeys((BadRequest, HTTPException, ClientDisconnect, Exception), _failed),
@@ -342,67 +335,3 @@ async def _failed(request: Request, error: Exception) -> Response:
             text = f"{request.method} {request.url.path}: {error.detail}; see /v1/models, /v1/completions, /v1/chat/completions"
             return failure(BadRequest(text, status=error.status_code, headers=dict(error.headers or {})))
     return failure(BadRequest(f"{type(error).__name__}: {error}", status=500))
-
-
-class Texts:
-    """Answers bodies of /tokenize, /detokenize and /v1/embeddings. Used in threads."""
-
-    def __init__(self, generator: Generator, *, opened: Opened, reader: Reader, limits: Limits) -> None:
-        self._generator, self._opened, self._reader, self._limits = generator, opened, reader, limits
-
-    def tokenize(self, raw: bytes) -> bytes:
-        """Returns the tokens of vLLM's `prompt`, or of `messages`. Raises BadRequest for a body without them."""
-        body = parsed(raw)
-        if "messages" in body:
-            tools = read_tools(body)
-            options = read_options(body, tools=() if tools is None else tools.given)
-            tokens = self._reader.chat_tokens(read_messages(body), options=options)
-        else:
-            prompt = body.get("prompt")
-            if not isinstance(prompt, str):
-                raise BadRequest("prompt must be a text", param="prompt")
-            tokens = self._reader.tokens(prompt, has_beginning=flag(body, name="add_special_tokens", usual=True))
-        found: dict[str, Any] = {"count": len(tokens), "max_model_len": self._generator.max_len, "tokens": tokens}
-        if flag(body, name="return_token_strs"):
-            own = self._opened.tokenizer.token_bytes
-            found["token_strs"] = [token_name(token, own=own(token)) for token in tokens]
-        return json.dumps(found).encode()
-
-    def detokenize(self, raw: bytes) -> bytes:
-        """Returns the text of `tokens`, including special ones. Raises BadRequest for others."""
-        tokens = token_list(parsed(raw), name="tokens", most=_TOKENS)
-        check_tokens(tokens, size=self._generator.description.vocab_size)
-        stream = TextStream(self._opened.tokenizer, shows_special=True)
-        text = "".join([*map(stream.push, tokens), stream.finish()])
-        return json.dumps({"prompt": text}).encode()
-
-    def embeddings(self, raw: bytes) -> bytes:
-        """Returns a vector for each `input`, in OpenAI's format. Raises BadRequest for invalid or too long inputs."""
-        body = parsed(raw)
-        name = body.get("model")
-        adapter = self._reader.adapter(None if name is None else str(name))
-        kind = choice(body, name="encoding_format", of=("float", "base64"))
-        if "dimensions" in body:
-            raise BadRequest("dimensions is not supported: leave it out", param="dimensions")
-        inputs = read_prompts(body, name="input")
-        if len(inputs) > self._limits.answers:
-            raise BadRequest(
-                f"{len(inputs)} inputs, and this server takes {self._limits.answers} at a time", param="input"
-            )
-        prompts = [self._reader.tokens(one, has_beginning=True) for one in inputs]
-        for prompt in prompts:
-            check_tokens(prompt, size=self._generator.description.vocab_size)
-        vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
-        if kind == "base64":
-            vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
-        used = sum(map(len, prompts))
-        return json.dumps(
-            {
-                "object": "list",
-                "model": adapter or self._opened.name,
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
-                ],
-                "usage": {"prompt_tokens": used, "total_tokens": used},
-            }
-        ).encode()

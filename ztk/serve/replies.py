@@ -1,22 +1,26 @@
 """Converts a request to jobs of the engine, and the engine's outputs to the response. This code runs in threads."""
 
+import base64
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
-from ztk.serve.bodies import Asked
+from ztk.serve.bodies import Asked, Limits, read_prompts
 from ztk.serve.loop import Item, Job, Outbox
-from ztk.serve.messages import ChatOptions
+from ztk.serve.messages import ChatOptions, read_messages, read_options
 from ztk.serve.models import Opened
 from ztk.serve.structured import Grammars
-from ztk.serve.tokenizers import Tokenizer
-from ztk.serve.tools import Format, call_structure, format_of, told
-from ztk.serve.values import BadRequest
+from ztk.serve.text import TextStream
+from ztk.serve.tokenizers import Tokenizer, token_name
+from ztk.serve.tools import Format, call_structure, format_of, read_tools, told
+from ztk.serve.values import BadRequest, choice, flag, parsed, token_list
 
 _MOST_VALUES = 1 << 21  # log-probabilities of one response, about 200 MB of objects
+_TOKENS = 1 << 20  # of a text to detokenise
 _LARGE = 256  # log-probabilities of a prompt; more are not written together with pieces of other streams
 
 
@@ -28,7 +32,7 @@ def check_tokens(tokens: Iterable[int], *, size: int, param: str | None = None) 
 
 
 class Reader:
-    """Creates the jobs of requests for one model.
+    """Creates the jobs of requests for one model, and answers the bodies of /tokenize, /detokenize and /v1/embeddings. Used in threads.
 
     max_tokens: default for requests. format: of tool calls, by default derived from the chat template.
 
@@ -43,9 +47,11 @@ class Reader:
         opened: Opened,
         max_waiting: int,
         max_tokens: int | None,
+        limits: Limits,
         format: Format | None = None,
     ) -> None:
-        self._opened, self._max_waiting, self._max_tokens = opened, max_waiting, max_tokens
+        self._generator, self._opened, self._limits = generator, opened, limits
+        self._max_waiting, self._max_tokens = max_waiting, max_tokens
         self.format = format or format_of(opened.tokenizer.template)
         self._grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
         self._vocabulary_size = generator.description.vocab_size
@@ -58,7 +64,6 @@ class Reader:
             raise ValueError(
                 f"inference.adapters.{opened.name}: the model has this name; give the adapter another one, or use serve.model_name"
             )
-        self._check = generator.check
 
     def jobs(self, asked: Asked, *, chat: bool, outbox: Outbox) -> list[Job]:
         """Returns one job per prompt.
@@ -176,7 +181,7 @@ class Reader:
                 param="min_tokens",
             )
         sampling = replace(asked.sampling, max_tokens=limit)
-        self._check(prompt, sampling=sampling)
+        self._generator.check(prompt, sampling=sampling)
         positions = limit + len(prompt) * sampling.prompt_logprobs
         is_written = asked.with_logprobs or sampling.prompt_logprobs
         values = max(1, len(asked.prompts)) * sampling.n * positions * (1 + sampling.logprobs) * is_written
@@ -206,6 +211,63 @@ class Reader:
                 param="prompt" if asked.max_tokens is None else "max_tokens",
             )
         return limit
+
+    def tokenize(self, raw: bytes) -> bytes:
+        """Returns the tokens of vLLM's `prompt`, or of `messages`. Raises BadRequest for a body without them."""
+        body = parsed(raw)
+        if "messages" in body:
+            tools = read_tools(body)
+            options = read_options(body, tools=() if tools is None else tools.given)
+            tokens = self.chat_tokens(read_messages(body), options=options)
+        else:
+            prompt = body.get("prompt")
+            if not isinstance(prompt, str):
+                raise BadRequest("prompt must be a text", param="prompt")
+            tokens = self.tokens(prompt, has_beginning=flag(body, name="add_special_tokens", usual=True))
+        found: dict[str, Any] = {"count": len(tokens), "max_model_len": self._max_len, "tokens": tokens}
+        if flag(body, name="return_token_strs"):
+            own = self._opened.tokenizer.token_bytes
+            found["token_strs"] = [token_name(token, own=own(token)) for token in tokens]
+        return json.dumps(found).encode()
+
+    def detokenize(self, raw: bytes) -> bytes:
+        """Returns the text of `tokens`, including special ones. Raises BadRequest for others."""
+        tokens = token_list(parsed(raw), name="tokens", most=_TOKENS)
+        check_tokens(tokens, size=self._vocabulary_size)
+        stream = TextStream(self._opened.tokenizer, shows_special=True)
+        text = "".join([*map(stream.push, tokens), stream.finish()])
+        return json.dumps({"prompt": text}).encode()
+
+    def embeddings(self, raw: bytes) -> bytes:
+        """Returns a vector for each `input`, in OpenAI's format. Raises BadRequest for invalid or too long inputs."""
+        body = parsed(raw)
+        name = body.get("model")
+        adapter = self.adapter(None if name is None else str(name))
+        kind = choice(body, name="encoding_format", of=("float", "base64"))
+        if "dimensions" in body:
+            raise BadRequest("dimensions is not supported: leave it out", param="dimensions")
+        inputs = read_prompts(body, name="input")
+        if len(inputs) > self._limits.answers:
+            raise BadRequest(
+                f"{len(inputs)} inputs, and this server takes {self._limits.answers} at a time", param="input"
+            )
+        prompts = [self.tokens(one, has_beginning=True) for one in inputs]
+        for prompt in prompts:
+            check_tokens(prompt, size=self._vocabulary_size)
+        vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
+        if kind == "base64":
+            vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
+        used = sum(map(len, prompts))
+        return json.dumps(
+            {
+                "object": "list",
+                "model": adapter or self._opened.name,
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
+                ],
+                "usage": {"prompt_tokens": used, "total_tokens": used},
+            }
+        ).encode()
 
 
 class Reply:
