@@ -6,9 +6,10 @@ model computes the next logits.
 
 import functools
 import importlib
+import itertools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.values import BadRequest, flag, shown, thing
 
+_OBJECT = {"type": "object"}
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _GUIDED |= {"json_schema": "json", "grammar": "grammar"}  # llama.cpp's
 STRUCTURE_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
@@ -46,7 +48,11 @@ def read_structure(body: dict) -> Structure | None:
     Raises:
         BadRequest: an unknown format, a value of the wrong type or too large, or two structures.
     """
-    found = [one for one in (_of_format(body), *_of_guided(body), *_of_outputs(body)) if one is not None]
+    guided = [(kind, body[name], name) for name, kind in _GUIDED.items() if name in body]
+    found = [
+        Structure(kind=kind, text=_text(kind, value=value, param=param), param=param)
+        for kind, value, param in itertools.chain(_of_format(body), guided, _of_outputs(body))
+    ]
     if len(found) > 1:
         raise BadRequest(f"{found[0].param} and {found[1].param} exclude each other: send one", param=found[1].param)
     if not found:
@@ -61,38 +67,29 @@ def check_size(text: str, *, param: str) -> None:
         raise BadRequest(f"{param} may have {_CHARACTERS} characters and {_DEPTH} nested brackets at most", param=param)
 
 
-def _of_format(body: dict) -> Structure | None:
+def _of_format(body: dict) -> Iterator[tuple[str, Any, str]]:
+    """Yields kind, value and field of OpenAI's response_format."""
     chosen, param = thing(body, name="response_format"), "response_format"
     kind = chosen.get("type", "text")
-    if kind == "text":
-        return None
     if kind == "json_object":
-        return Structure(kind="json", text='{"type": "object"}', param=param)
-    if kind == "json_schema":
+        yield "json", _OBJECT, param
+    elif kind == "json_schema":
         named = chosen.get("json_schema")
         schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
-        if schema is None:
-            schema = chosen.get("schema")
-        return Structure(kind="json", text=_schema(schema, param=param), param=param)
-    raise BadRequest(
-        f"response_format.type={shown(kind)}: must be text, json_object or json_schema", param="response_format"
-    )
+        yield "json", chosen.get("schema") if schema is None else schema, param
+    elif kind != "text":
+        raise BadRequest(f"response_format.type={shown(kind)}: must be text, json_object or json_schema", param=param)
 
 
-def _of_guided(body: dict) -> list[Structure | None]:
-    """Parses separate fields."""
-    return [_one(kind, value=body[name], param=name) for name, kind in _GUIDED.items() if name in body]
-
-
-def _of_outputs(body: dict) -> list[Structure | None]:
-    """Parses vLLM's structured_outputs."""
+def _of_outputs(body: dict) -> Iterator[tuple[str, Any, str]]:
+    """Yields kind, value and field of each of vLLM's structured_outputs."""
     chosen = {name: value for name, value in thing(body, name="structured_outputs").items() if value is not None}
-    found: list[Structure | None] = []
     for name, value in chosen.items():
         if name in ("json", "regex", "choice", "grammar"):
-            found.append(_one(name, value=value, param=f"structured_outputs.{name}"))
+            yield name, value, f"structured_outputs.{name}"
         elif name == "json_object":
-            found.append(Structure(kind="json", text='{"type": "object"}', param=name) if value is True else None)
+            if value is True:
+                yield "json", _OBJECT, name
         elif name in ("disable_any_whitespace", "disable_additional_properties"):
             if flag(chosen, name=name):
                 raise BadRequest(
@@ -103,21 +100,21 @@ def _of_outputs(body: dict) -> list[Structure | None]:
                 f"structured_outputs.{shown(name)} is not supported: send json, regex, choice, grammar or json_object",
                 param="structured_outputs",
             )
-    return found
 
 
-def _one(kind: str, *, value: object, param: str) -> Structure:
+def _text(kind: str, *, value: object, param: str) -> str:
+    """Returns the text of a structure, after checks of its type and size."""
     if kind == "json":
-        return Structure(kind=kind, text=_schema(value, param=param), param=param)
+        return _schema(value, param=param)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise BadRequest(f"{param} must be a list of texts", param=param)
         if len(value) > _CHOICES:
             raise BadRequest(f"{param} may have {_CHOICES} texts at most, and has {len(value)}", param=param)
-        return Structure(kind=kind, text=json.dumps(value, ensure_ascii=False), param=param)
+        return json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{param} must be a text", param=param)
-    return Structure(kind=kind, text=value, param=param)
+    return value
 
 
 def _schema(value: object, *, param: str) -> str:
