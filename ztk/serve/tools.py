@@ -25,6 +25,8 @@ MARKS = {Format.hermes: "<tool_call>", Format.llama3: "<|python_tag|>", Format.m
 _END = "</tool_call>"  # of hermes
 # Strings, the last one perhaps not complete, and ends of calls.
 _ENDS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|' + _END, re.DOTALL)
+# Strings and brackets. rest: at the end of a string that is not complete.
+_NESTED = re.compile(r'"(?:[^"\\]|\\.)*(?:"|(?P<rest>\\?\Z))|[\[\]{}]', re.DOTALL)
 _HEADER = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMED = re.compile(r"([^\s\[\]{},;\"]+)(?:\[ARGS\])?\s*(?=\{)")  # mistral's newer form
 _BETWEEN = " \n\r\t;,"
@@ -226,11 +228,8 @@ class Scan:
     def __init__(self, *, mark: str, has_names: bool) -> None:
         self._mark, self._has_names, self.count = mark, has_names, 0
         self._at = 0  # the text before this index was read
-        self._is_open = self._is_text = self._is_escaped = (
-            False  # within a call; within a JSON string; after a backslash
-        )
         self._depth, self._outer = 0, 0  # open brackets of the call, and those around its arguments
-        self._is_read = False  # the arguments are complete
+        self._sent: int | None = None  # the arguments before this index were returned; None without open arguments
 
     def push(self, text: str, *, most: int) -> list[Call]:
         """Returns the new pieces of the text so far. most: maximum number of calls."""
@@ -240,7 +239,8 @@ class Scan:
                 piece = self._arguments(text)
                 if piece and self.count <= most:
                     found.append(Call(arguments=piece))
-                continue
+                if self._is_open:
+                    break
             name = self._name(text)
             if name is None:
                 break
@@ -251,7 +251,11 @@ class Scan:
 
     def rest(self, text: str) -> str:
         """Returns the text that follows the calls in a complete text, without separators and closing brackets."""
-        return text[self._at :].lstrip(_BETWEEN + "]}")
+        return "" if self._is_open else text[self._at :].lstrip(_BETWEEN + "]}")
+
+    @property
+    def _is_open(self) -> bool:
+        return self._sent is not None or self._depth > 0
 
     def _name(self, text: str) -> str | None:
         """Returns the name of the next call and moves `_at` to its arguments. None if no call is certain."""
@@ -268,32 +272,25 @@ class Scan:
             match, self._outer = _NAMED.match(text, at), 0
         if match is None:
             return None
-        self._at, self._depth, self._is_open, self._is_read = match.end(), self._outer, True, False
+        self._at = self._sent = match.end()
+        self._depth = self._outer
         return match[1]
 
     def _arguments(self, text: str) -> str:
         """Returns the arguments' part of the text from `_at` on, which is read to the end of the call."""
-        found = []
-        while self._is_open and self._at < len(text):
-            letter, before = text[self._at], self._depth
-            self._read(letter)
-            self._at += 1
-            if not self._is_read:
-                found.append(letter)
-                self._is_read = before > self._outer == self._depth
-            self._is_open = self._depth > 0
-        return "".join(found)
-
-    def _read(self, letter: str) -> None:
-        if self._is_text:
-            self._is_text = self._is_escaped or letter != '"'
-            self._is_escaped = letter == "\\" and not self._is_escaped
-        elif letter == '"':
-            self._is_text = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
+        start, end = self._sent, len(text)
+        for found in _NESTED.finditer(text, self._at):
+            if found["rest"] is not None:  # the end of a string is missing
+                break
+            self._at = found.end()
+            self._depth += (found[0] in "{[") - (found[0] in "}]")
+            if self._sent is not None and self._depth == self._outer:
+                self._sent, end = None, self._at
+            if not self._is_open:
+                break
+        if self._sent is not None:
+            self._sent = len(text)
+        return "" if start is None else text[start:end]
 
 
 class CallStream:
