@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ztk.inference import Output
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _SECOND_HISTOGRAMS = {
@@ -39,15 +41,15 @@ class Metrics:
     ) -> None:
         self._registry, self._name = CollectorRegistry(), name
         self._times = {
-            one: self._histogram(f"vllm:{one}", text=f"Seconds {text}.", buckets=_SECONDS)
+            one: self._metric(Histogram, f"vllm:{one}", text=f"Seconds {text}.", buckets=_SECONDS)
             for one, text in _SECOND_HISTOGRAMS.items()
         }
         self._lengths = {
-            one: self._histogram(f"vllm:request_{one}_tokens", text=f"Tokens of {text}.", buckets=_TOKENS)
+            one: self._metric(Histogram, f"vllm:request_{one}_tokens", text=f"Tokens of {text}.", buckets=_TOKENS)
             for one, text in (("prompt", "a prompt"), ("generation", "an answer"))
         }
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", text="Tokens of prompts.")
-        self._drawn_tokens = self._counter("vllm:generation_tokens", text="Tokens of answers.")
+        self._prompt_tokens = self._metric(Counter, "vllm:prompt_tokens", text="Tokens of prompts.")
+        self._drawn_tokens = self._metric(Counter, "vllm:generation_tokens", text="Tokens of answers.")
         self._ended = Counter(
             "vllm:request_success",
             "Answers that have ended.",
@@ -55,7 +57,7 @@ class Metrics:
             registry=self._registry,
         )
         self._own = {
-            one: self._counter(f"ztk_{one}", text=text)
+            one: self._metric(Counter, f"ztk_{one}", text=text)
             for one, text in (
                 ("requests", "Prompts that were queued."),
                 ("refused", "Prompts that were refused because too many wait."),
@@ -69,7 +71,7 @@ class Metrics:
             ("num_requests_waiting", "Prompts without a token.", waiting),
             ("kv_cache_usage_perc", "Part of the cache of keys and values that has a sequence, from 0 to 1.", usage),
         ):
-            self._gauge(f"vllm:{one}", text=text).set_function(read)
+            self._metric(Gauge, f"vllm:{one}", text=text).set_function(read)
 
     def text(self) -> bytes:
         """Returns metrics in Prometheus' format."""
@@ -77,7 +79,9 @@ class Metrics:
 
     def show_opening(self, seconds: float) -> None:
         """Records the time from the loaded model to its first token."""
-        self._gauge("ztk_first_token_seconds", text="Seconds from the loaded model to its first token.").set(seconds)
+        self._metric(Gauge, "ztk_first_token_seconds", text="Seconds from the loaded model to its first token.").set(
+            seconds
+        )
 
     def count(self, name: str, *, by: float = 1) -> None:
         """Increases one of ztk's own counters."""
@@ -125,12 +129,5 @@ class Metrics:
             each = (timed.last[output.sample] - timed.first) / (count - 1)
             self._times["request_time_per_output_token_seconds"].observe(each)
 
-    def _counter(self, name: str, *, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self._registry).labels(model_name=self._name)
-
-    def _gauge(self, name: str, *, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self._registry).labels(model_name=self._name)
-
-    def _histogram(self, name: str, *, text: str, buckets: tuple[float, ...]) -> Histogram:
-        found = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
-        return found.labels(model_name=self._name)
+    def _metric(self, kind: type[_Metric], name: str, *, text: str, **options: Any) -> _Metric:
+        return kind(name, text, ["model_name"], registry=self._registry, **options).labels(model_name=self._name)
