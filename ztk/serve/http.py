@@ -4,7 +4,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -87,12 +87,17 @@ class Guard:
 
     def _fault(self, headers: Headers) -> str | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if host and not self._is_own(_name(f"//{host}")):
+        if host and not self._is_own(_split(f"//{host}").hostname or ""):
             return (
                 f"Host: {host[:80]} is no name of this server: use its address, start it with serve.allowed_hosts=[NAME], or with "
                 "serve.api_key_variable=NAME"
             )
-        if origin is None or origin in self._origins or "*" in self._origins or _place(origin) == host.lower():
+        if (
+            origin is None
+            or origin in self._origins
+            or "*" in self._origins
+            or _split(origin).netloc.lower() == host.lower()
+        ):
             return None
         return f"Origin: {origin[:80]} may not send requests: start the server with serve.cors_origins=[ORIGIN]"
 
@@ -105,17 +110,9 @@ class Guard:
         return True
 
 
-def _place(origin: str) -> str:
-    """Returns name and port of a web page's origin."""
+def _split(address: str) -> SplitResult:
+    """Returns the parts of an address, which are empty for an invalid one."""
     try:
-        return urlsplit(origin).netloc.lower()
+        return urlsplit(address)
     except ValueError:
-        return ""
-
-
-def _name(address: str) -> str:
-    """Returns the address without its port."""
-    try:
-        return urlsplit(address).hostname or ""
-    except ValueError:
-        return ""
+        return urlsplit("")
