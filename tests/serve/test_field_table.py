@@ -5,9 +5,7 @@ python -m tests.serve.test_field_table    writes the page again
 
 from pathlib import Path
 
-import httpx
-
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving_fields.md"
 TOOL = {"type": "function", "function": {"name": "now"}}
@@ -143,7 +141,7 @@ def page() -> str:
 def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
     body = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "abc"}
     path = "chat/completions" if is_chat else "completions"
-    found = httpx.post(f"{server.url}/v1/{path}", json={"max_tokens": 4} | body | {field: value}, timeout=60)
+    found = HTTP.post(f"{server.url}/v1/{path}", json={"max_tokens": 4} | body | {field: value}, timeout=60)
     if found.status_code == 400:
         assert found.json()["error"]["param"] == field, found.text
         return REFUSED

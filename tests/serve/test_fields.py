@@ -3,10 +3,9 @@
 import json
 import logging
 
-import httpx
 import pytest
 
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import header, ignored, read_body
 from ztk.serve.text import TextStream
@@ -27,7 +26,7 @@ def running():
 
 
 def post(running, body, *, path="completions"):
-    return httpx.post(f"{running.url}/v1/{path}", json=body, timeout=60)
+    return HTTP.post(f"{running.url}/v1/{path}", json=body, timeout=60)
 
 
 def chosen(running, body, **more):

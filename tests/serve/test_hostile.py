@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 
 from tests.inference.models import save_letters
-from tests.serve.test_server import PATIENCE_SECONDS, Chatting, start
+from tests.serve.test_server import HTTP, PATIENCE_SECONDS, Chatting, start
 from tests.slow.test_fuzz_server import random_body, send
 from ztk.inference import Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
@@ -33,7 +33,7 @@ def running():
 
 def post(running, body: object, *, path: str = "completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{running.url}/v1/{path}", content=content, timeout=PATIENCE_SECONDS)
+    return HTTP.post(f"{running.url}/v1/{path}", content=content, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_body_beyond_the_limit_gets_413_and_no_memory(running):
 
 def test_routes_that_are_not_there_have_openais_error_body(running):
     for found, status in (
-        (httpx.get(f"{running.url}/v1/engines"), 404),
-        (httpx.get(f"{running.url}/v1/completions"), 405),
+        (HTTP.get(f"{running.url}/v1/engines"), 404),
+        (HTTP.get(f"{running.url}/v1/completions"), 405),
     ):
         assert found.status_code == status and found.json()["error"]["type"] == "invalid_request_error"
 

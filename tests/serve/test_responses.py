@@ -5,13 +5,12 @@ import threading
 from types import SimpleNamespace
 from typing import Literal
 
-import httpx
 import openai
 import pydantic
 import pytest
 from openai.types import responses
 
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import Output, SamplingParams
 from ztk.serve.answers import Shape
 from ztk.serve.app import ServePolicy
@@ -81,7 +80,7 @@ GIVEN = {"temperature": 0.8, "extra_body": {"seed": 5}}
 
 def events_of(server, body):
     """Each event as the client's class for its type, which checks every field."""
-    text = httpx.post(f"{server.url}/v1/responses", json=body | {"stream": True}, timeout=60).text
+    text = HTTP.post(f"{server.url}/v1/responses", json=body | {"stream": True}, timeout=60).text
     found = []
     for block in text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -105,7 +104,7 @@ def test_a_response_has_the_answer_of_the_chat(client):
 
 def test_a_complete_response_is_one_of_the_clients_class(running):
     body = {"input": "ab", "metadata": {"a": "b"}, "max_output_tokens": 3, "tools": [TOOL], "tool_choice": "none"}
-    found = httpx.post(f"{running.url}/v1/responses", json=body, timeout=60)
+    found = HTTP.post(f"{running.url}/v1/responses", json=body, timeout=60)
     response = responses.Response.model_validate(found.json(), strict=False)
     assert response.metadata == {"a": "b"} and response.max_output_tokens == 3 and response.tools[0].name == "City"
     assert response.tool_choice == "none" and response.text.format.type == "text" and response.store
@@ -333,7 +332,7 @@ def test_a_stream_that_fails_ends_with_its_event(running):
 def test_fields_without_an_effect_are_named(running):
     body = {"input": "x", "max_output_tokens": 2, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
     body |= {"include": ["reasoning.encrypted_content"], "truncation": "disabled", "metadata": {}, "store": False}
-    found = httpx.post(f"{running.url}/v1/responses", json=body, timeout=60)
+    found = HTTP.post(f"{running.url}/v1/responses", json=body, timeout=60)
     assert found.headers["x-ztk-ignored-fields"] == "include, reasoning, verbosity"
 
 

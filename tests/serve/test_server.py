@@ -68,6 +68,10 @@ def start(*, tokenizer=None, opened=None, policy=None, **inference):
     return SimpleNamespace(url=url, generator=generator, server=server, stop=stop, opened=opened)
 
 
+# One client for all tests, as each loads certificates in 40 ms; every request has its own connection.
+HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+
+
 @pytest.fixture(scope="module")
 def running():
     found = start(tokenizer=Chatting())
@@ -89,7 +93,7 @@ def wait_until(condition) -> None:
 
 def counters(running) -> dict[str, float]:
     """Values of metrics that have no label but the model's name."""
-    lines = [line for line in httpx.get(f"{running.url}/metrics").text.splitlines() if not line.startswith("#")]
+    lines = [line for line in HTTP.get(f"{running.url}/metrics").text.splitlines() if not line.startswith("#")]
     split = [line.rsplit(" ", 1) for line in lines]
     return {name.split("{")[0]: float(value) for name, value in split if "," not in name}
 
@@ -128,7 +132,7 @@ def test_metrics_have_vllms_names_and_count(running, client):
     assert change["ztk_requests_total"] == 2 and change["ztk_seconds_total"] > 0
     times = [change[f"vllm:{name}_sum"] for name in (names[2], names[1], names[0])]
     assert 0 < times[0] < times[1] < times[2]
-    text = httpx.get(f"{running.url}/metrics").text
+    text = HTTP.get(f"{running.url}/metrics").text
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
 
 
@@ -208,7 +212,7 @@ def test_lm_evals_payload_gives_the_log_probabilities_of_the_prompt(running):
         "seed": 1234,
         "echo": True,
     }
-    found = httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS).json()
+    found = HTTP.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS).json()
     scores = Generator(running.opened.module).score(tokens)
     for choice, prompt, expected in zip(
         sorted(found["choices"], key=lambda c: c["index"]), tokens, scores, strict=True
@@ -282,14 +286,14 @@ def test_another_model_is_not_found(running, client):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
     assert client.models.retrieve("tiny").id == "tiny"
-    assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert HTTP.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_more_prompts_than_may_ever_wait_are_refused():
     """Not with 429, after which they would be sent again for ever."""
     server = start(tokenizer=Bytes(), policy=ServePolicy(max_waiting=3))
     try:
-        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1})
+        found = HTTP.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1})
         message = found.json()["error"]["message"]
         assert found.status_code == 400 and "4 prompts in one request, and 3 may wait" in message
     finally:
@@ -322,7 +326,7 @@ def test_a_client_who_leaves_before_its_stream_begins_frees_its_place(running):
 def test_a_client_who_leaves_frees_its_place(running):
     before = counters(running)["ztk_cancelled_total"]
     body = {"prompt": "x", "max_tokens": 500, "stream": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS) as response:
+    with HTTP.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE_SECONDS) as response:
         next(response.iter_lines())
     wait_until(lambda: not running.generator.has_work)
     assert counters(running)["ztk_cancelled_total"] == before + 1
@@ -333,7 +337,7 @@ def test_a_client_who_leaves_before_the_complete_answer_frees_its_place(running,
     before, step = counters(running), running.generator.step
     monkeypatch.setattr(running.generator, "step", lambda: time.sleep(0.02) or step())
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{running.url}/v1/completions", json={"prompt": "x", "max_tokens": 500}, timeout=0.5)
+        HTTP.post(f"{running.url}/v1/completions", json={"prompt": "x", "max_tokens": 500}, timeout=0.5)
     wait_until(lambda: not running.generator.has_work)
     after = counters(running)
     assert after["ztk_cancelled_total"] == before["ztk_cancelled_total"] + 1
@@ -356,15 +360,15 @@ def test_a_client_who_leaves_before_the_complete_answer_frees_its_place(running,
     ],
 )
 def test_refusals_have_openais_error_body(running, path, body, status, message):
-    found = httpx.post(f"{running.url}/v1/{path}", json=body)
+    found = HTTP.post(f"{running.url}/v1/{path}", json=body)
     assert found.status_code == status and message in found.json()["error"]["message"]
     assert found.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_models_health_and_page(running, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
-    page = httpx.get(running.url)
+    assert HTTP.get(f"{running.url}/health").json() == {"status": "ok"}
+    page = HTTP.get(running.url)
     assert page.headers["content-type"].startswith("text/html") and "v1/completions" in page.text
 
 
@@ -377,7 +381,7 @@ def test_the_time_to_the_first_token_is_recorded(caplog):
         with caplog.at_level(logging.INFO, logger="ztk"):
             for _ in range(2):
                 started = time.perf_counter()
-                httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+                HTTP.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
                 found.append((counters(server)["ztk_first_token_seconds"], time.perf_counter() - started))
         (first, waited), (second, _) = found
         assert first == second and server.generator.opening_seconds < first
@@ -391,7 +395,7 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
     """One place, one waiting prompt: the next is refused with Retry-After, which OpenAI's client follows by itself."""
     server = start(tokenizer=Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), max_sequences=1)
     try:
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        refused = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
 
         async def crowd() -> None:
@@ -411,7 +415,7 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
 
         asyncio.run(crowd())
         headers = {"Authorization": "Bearer secret"}
-        found = httpx.post(
+        found = HTTP.post(
             f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers
         )
         assert found.status_code == 400 and "no chat template" in found.json()["error"]["message"]
@@ -422,12 +426,12 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
 def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
     """Memory for two short sequences or a long one: the long one waits for the short ones, the next is refused with 429."""
     server = start(tokenizer=Bytes(), policy=ServePolicy(max_waiting=1), cache_tokens=512)
-    ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
+    ask = partial(HTTP.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
     goes_on, step = threading.Event(), server.generator.step
     goes_on.set()
     monkeypatch.setattr(server.generator, "step", lambda: goes_on.wait(PATIENCE_SECONDS) and step())
     try:
-        with httpx.stream(
+        with HTTP.stream(
             "POST", f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 250, "stream": True}
         ) as first:
             lines = first.iter_lines()
@@ -445,7 +449,7 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
         server.stop()
     server = start(tokenizer=Bytes(), cache_tokens=256)
     try:
-        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
+        found = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
         message = found.json()["error"]["message"]
         assert found.status_code == 400 and "need 131072 bytes" in message and "may take 65536" in message
     finally:
@@ -462,7 +466,7 @@ def test_the_error_of_a_chat_without_a_template_has_a_fix(tmp_path, is_of_transf
     server = start(tokenizer=tokenizer)
     try:
         body = {"messages": [{"role": "user", "content": "x"}]}
-        found = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        found = HTTP.post(f"{server.url}/v1/chat/completions", json=body)
         error = found.json()["error"]
         assert found.status_code == 400 and error["type"] == "invalid_request_error"
         assert "has no chat template" in error["message"] and advice in error["message"]
@@ -474,10 +478,10 @@ def test_logits_that_are_not_finite_end_their_request_alone(running):
     server = start(tokenizer=Bytes())
     try:
         server.opened.module.embedding.weight.data[120] = float("nan")
-        bad = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
+        bad = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
         assert bad.status_code == 500 and "after layer 0 of 2" in bad.json()["error"]["message"]
         assert (
-            httpx.post(
+            HTTP.post(
                 f"{server.url}/v1/completions",
                 json={"prompt": "y", "logit_bias": {"120": -100}},
                 timeout=PATIENCE_SECONDS,
@@ -491,14 +495,14 @@ def test_logits_that_are_not_finite_end_their_request_alone(running):
 def test_an_error_that_belongs_to_no_request_ends_those_there_are_and_the_server_goes_on(monkeypatch):
     """It ended the process for everybody."""
     server = start(tokenizer=Bytes())
-    ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
+    ask = partial(HTTP.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(server.generator, "step", lambda: 1 / 0)
             for _ in range(3):
                 found = ask(json={"prompt": "x"})
                 assert found.status_code == 500 and "division by zero" in found.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/health").status_code == 200 and server.server.error is None
+        assert HTTP.get(f"{server.url}/health").status_code == 200 and server.server.error is None
         assert ask(json={"prompt": "x"}).status_code == 200
         assert counters(server)["ztk_failed_total"] == 3 and not server.generator.has_work
     finally:
@@ -526,7 +530,7 @@ def test_a_lost_rank_ends_all_requests_and_the_engine(monkeypatch):
     try:
         for found in asyncio.run(ask()):
             assert found.status_code == 500 and "a rank is gone" in found.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/health").status_code == 503 and failed == [1]
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
+        assert HTTP.get(f"{server.url}/health").status_code == 503 and failed == [1]
+        assert HTTP.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
     finally:
         server.stop()

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.serve.structured import Grammars, read_structure
@@ -29,7 +29,7 @@ def running():
 
 
 def chosen(running, body):
-    found = httpx.post(
+    found = HTTP.post(
         f"{running.url}/v1/completions", json={"prompt": "abc", "max_tokens": 60, "seed": 1} | body, timeout=60
     )
     assert found.status_code == 200, found.text
@@ -124,7 +124,7 @@ def test_each_kind_of_grammar_is_kept_to(running, body, is_good):
 
 def test_a_json_object_begins_as_one_and_streams(running):
     body = {"response_format": {"type": "json_object"}, "messages": USER, "max_tokens": 30, "seed": 3, "stream": True}
-    with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body) as found:
+    with HTTP.stream("POST", f"{running.url}/v1/chat/completions", json=body) as found:
         events = [json.loads(line[6:]) for line in found.iter_lines() if line.startswith("data: {")]
     text = "".join(event["choices"][0]["delta"]["content"] for event in events)
     assert text.startswith("{") and len(text) <= 30
@@ -132,7 +132,7 @@ def test_a_json_object_begins_as_one_and_streams(running):
 
 def test_answers_next_to_a_grammar_are_those_without_it(running):
     body = {"prompt": ["abc", "abd"], "seed": 5, "max_tokens": 20}
-    before = httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"]
+    before = HTTP.post(f"{running.url}/v1/completions", json=body).json()["choices"]
     grammar = httpx.AsyncClient(timeout=60)
 
     async def both():
@@ -169,7 +169,7 @@ def test_answers_next_to_a_grammar_are_those_without_it(running):
     ],
 )
 def test_what_is_no_grammar_gets_400(running, body, message):
-    found = httpx.post(f"{running.url}/v1/completions", json={"prompt": "abc"} | body, timeout=60)
+    found = HTTP.post(f"{running.url}/v1/completions", json={"prompt": "abc"} | body, timeout=60)
     assert found.status_code == 400 and message in found.json()["error"]["message"], found.text
 
 

@@ -6,14 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
-import httpx
 import openai
 import pytest
 import torch
 import transformers
 
 from tests.inference.models import save_letters
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import Generator, InferencePolicy
 from ztk.serve.app import ServePolicy
 from ztk.serve.tokenizers import Pretrained
@@ -29,7 +28,7 @@ def running():
 
 
 def post(running, path, body, **headers):
-    return httpx.post(f"{running.url}/{path}", json=body, headers=headers, timeout=60)
+    return HTTP.post(f"{running.url}/{path}", json=body, headers=headers, timeout=60)
 
 
 def test_texts_become_tokens_and_back(running):
@@ -39,7 +38,7 @@ def test_texts_become_tokens_and_back(running):
     chat = post(running, "tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()["tokens"]
     assert bytes(chat) == b"<user>x<assistant>"
     assert post(running, "detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "aé"}
-    assert "version" in httpx.get(f"{running.url}/version").json()
+    assert "version" in HTTP.get(f"{running.url}/version").json()
 
 
 class Developers(Chatting):
@@ -155,15 +154,15 @@ def test_embeddings_leave_threads_and_steps_to_others(running, monkeypatch):
     ],
 )
 def test_foreign_names_are_refused_where_no_key_is_set(running, headers, status):
-    found = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
+    found = HTTP.post(f"{running.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
     assert found.status_code == status and (status == 200 or found.json()["error"]["type"] == "invalid_request_error")
 
 
 def test_a_page_that_may_send_requests_is_told_so(running):
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
-    found = httpx.options(f"{running.url}/v1/completions", headers=asked)
+    found = HTTP.options(f"{running.url}/v1/completions", headers=asked)
     assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://app.example"
-    assert httpx.options(f"{running.url}/v1/completions", headers=asked | {"Origin": "https://x.y"}).status_code == 400
+    assert HTTP.options(f"{running.url}/v1/completions", headers=asked | {"Origin": "https://x.y"}).status_code == 400
 
 
 def test_a_key_is_enough_whatever_the_name():

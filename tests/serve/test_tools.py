@@ -3,13 +3,12 @@
 import json
 import random
 
-import httpx
 import openai
 import pytest
 import transformers
 
 from tests.inference.models import save_letters
-from tests.serve.test_server import Chatting, start
+from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
 from ztk.serve.messages import ChatOptions, read_options
@@ -268,7 +267,7 @@ def test_results_of_tools_are_messages(running):
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "c1", "content": "noon"})
-    found = httpx.post(
+    found = HTTP.post(
         f"{running.url}/v1/chat/completions", json={"messages": messages, "tools": TOOLS, "max_tokens": 3}, timeout=60
     )
     assert found.status_code == 200 and found.json()["choices"][0]["finish_reason"] == "length"
