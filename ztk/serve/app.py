@@ -214,12 +214,8 @@ class Server:
         model = asked.model or self._opened.name
         shape = Shape(id=f"{name}{uuid.uuid4().hex}", model=model, chat=chat, created=int(time.time()))
         jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
-        tokenizer, form = self._opened.tokenizer, self._reader.format
-        if turn is None:
-            return Reply(jobs, asked=asked, shape=shape, tokenizer=tokenizer, format=form)
-        return ResponseReply(
-            jobs, asked=asked, shape=shape, tokenizer=tokenizer, turn=turn, stored=self._stored, format=form
-        )
+        reply = Reply if turn is None else partial(ResponseReply, turn=turn, stored=self._stored)
+        return reply(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer, format=self._reader.format)
 
     def _submit(self, jobs: list[Job]) -> None:
         """Queues all jobs or none. Raises BadRequest if there are too many."""

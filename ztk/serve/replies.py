@@ -55,11 +55,8 @@ class Reader:
         self.format = format or format_of(opened.tokenizer.template)
         self._grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
         self._vocabulary_size = generator.description.vocab_size
-        self._max_len, self._longest, self._adapters = (
-            generator.max_len,
-            generator.longest,
-            frozenset(generator.adapters),
-        )
+        self._max_len, self._longest = generator.max_len, generator.longest
+        self._adapters = frozenset(generator.adapters)
         if opened.name in self._adapters:
             raise ValueError(
                 f"inference.adapters.{opened.name}: the model has this name; give the adapter another one, or use serve.model_name"
@@ -88,11 +85,10 @@ class Reader:
                 for prompt in asked.prompts
             ]
         )
-        jobs = [
-            self._job(self._cut(prompt, asked=asked), asked=asked, number=number, outbox=outbox)
+        return [
+            self._job(self._cut(prompt, asked=asked), asked=asked, adapter=adapter, number=number, outbox=outbox)
             for number, prompt in enumerate(prompts)
         ]
-        return [replace(job, adapter=adapter) for job in jobs]
 
     def close(self) -> None:
         """Ends the threads of grammars."""
@@ -168,7 +164,7 @@ class Reader:
             most = max(1, self._max_len - (asked.max_tokens or 1))
         return prompt[:most] if asked.truncation_side == "right" else prompt[-most:]
 
-    def _job(self, prompt: list[int], *, asked: Asked, number: int, outbox: Outbox) -> Job:
+    def _job(self, prompt: list[int], *, asked: Asked, adapter: str | None, number: int, outbox: Outbox) -> Job:
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
         check_tokens(prompt, size=self._vocabulary_size, param="prompt")
@@ -194,7 +190,7 @@ class Reader:
         ends = (*(() if asked.ignore_eos else self._opened.ends), *asked.stop_token_ids)
         vocabulary = self._opened.vocabulary if self._opened.vocabulary < self._vocabulary_size else None
         sampling = replace(sampling, draw_key=(number,), stop_token_ids=ends, vocabulary=vocabulary)
-        return Job(prompt=prompt, sampling=sampling, outbox=outbox, number=number)
+        return Job(prompt=prompt, sampling=sampling, outbox=outbox, number=number, adapter=adapter)
 
     def _limit(self, length: int, *, asked: Asked) -> int:
         """Returns the limit of an answer's tokens for a prompt of `length` tokens."""
@@ -275,9 +271,7 @@ class Reply:
     time.
     """
 
-    def __init__(
-        self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format = Format.hermes
-    ) -> None:
+    def __init__(self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format) -> None:
         """format: of tool calls."""
         self.jobs, self.asked, self.shape = jobs, asked, shape
         self._answers = [
