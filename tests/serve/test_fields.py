@@ -100,6 +100,7 @@ def test_values_that_change_nothing_are_no_reason_to_refuse():
         ({"prompt_logprobs": 1, "stream": True}, "come with the whole answer"),
         ({"return_token_ids": 1}, "return_token_ids=1: must be true or false"),
         ({"best_of": 2, "n": 3}, "best_of=2: must be n=3 or more"),
+        ({"best_of": 10**30}, f"1 prompts times n={10**30} are"),
         ({"best_of": 2, "stream": True}, "a stream cannot wait for the best answer"),
         ({"include_stop_str_in_output": "yes"}, "must be true or false"),
         ({"stop_token_ids": {"a": 1}}, "stop_token_ids must be a list of token ids"),

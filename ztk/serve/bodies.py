@@ -231,20 +231,19 @@ def read_body(
     prompts = () if chat else read_prompts(body, name="prompt")
     options = thing(body, name="stream_options")
     with_usage = flag(options, name="include_usage")
-    keeps = sampling.n
-    sampling = _best_of(body, sampling=sampling, stream=streams) if not chat else sampling
-    if (answers := max(1, len(prompts)) * sampling.n) > limits.answers:
+    drawn = sampling.n if chat else _best_of(body, n=sampling.n, stream=streams)
+    if (answers := max(1, len(prompts)) * drawn) > limits.answers:
         raise BadRequest(
-            f"{max(1, len(prompts))} prompts times n={sampling.n} are {answers} answers, and this server gives {limits.answers} to one "
+            f"{max(1, len(prompts))} prompts times n={drawn} are {answers} answers, and this server gives {limits.answers} to one "
             "request: send fewer at a time",
-            param="n" if sampling.n > 1 else "prompt",
+            param="n" if drawn > 1 else "prompt",
         )
     tools = read_tools(body) if chat else None
     structure = read_structure(body)
     if structure is not None and tools is not None and (tools.required or tools.named):
         raise BadRequest(f"{structure.param} and tool_choice exclude each other: send one", param="tool_choice")
     return Asked(
-        sampling=sampling,
+        sampling=replace(sampling, n=drawn),
         prompts=prompts,
         messages=read_messages(body) if chat else (),
         chat=read_options(body, tools=() if tools is None else tools.given) if chat else PLAIN,
@@ -254,7 +253,7 @@ def read_body(
         max_tokens=limit,
         tops=tops,
         prompt_tops=prompt_tops,
-        keeps=keeps,
+        keeps=sampling.n,
         with_usage=with_usage,
         with_running_usage=with_usage and flag(options, name="continuous_usage_stats"),
         ignored=unused,
@@ -279,15 +278,13 @@ def _sampling(body: dict, *, usual: SamplingParams, **others: Any) -> SamplingPa
         raise BadRequest(text, param=text.partition("=")[0]) from None
 
 
-def _best_of(body: dict, *, sampling: SamplingParams, stream: bool) -> SamplingParams:
-    """Returns sampling with the number of answers to generate."""
-    drawn = number(body, name="best_of", kind=int, usual=sampling.n)
-    if drawn == sampling.n:
-        return sampling
-    if drawn < sampling.n or stream:
-        reason = "a stream cannot wait for the best answer" if stream else f"must be n={sampling.n} or more"
+def _best_of(body: dict, *, n: int, stream: bool) -> int:
+    """Returns the number of answers to generate for each prompt."""
+    drawn = number(body, name="best_of", kind=int, usual=n)
+    if drawn < n or (stream and drawn > n):
+        reason = "a stream cannot wait for the best answer" if stream else f"must be n={n} or more"
         raise BadRequest(f"best_of={drawn}: {reason}", param="best_of")
-    return replace(sampling, n=drawn)
+    return drawn
 
 
 def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int | None, int | None]:
