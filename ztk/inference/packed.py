@@ -97,14 +97,10 @@ class Packed:
     def read_layer(self, number: int) -> LayerBuffer[Layer]:
         """One layer, in memory of its own, read through the page cache. Raises ValueError where the file ends."""
         buffer = self.file.buffer()
-        with open(self.path / LAYERS, "rb", buffering=0) as file:
+        with open(self.path / LAYERS, "rb") as file:
             file.seek(number * self.layer_bytes)
-            view = memoryview(buffer.memory.numpy())
-            while len(view) > 0:
-                count = file.readinto(view)
-                if not count:
-                    raise ValueError(f"{self.path / LAYERS} ends inside layer {number}: pack the model again")
-                view = view[count:]
+            if file.readinto(buffer.memory.numpy()) < self.layer_bytes:
+                raise ValueError(f"{self.path / LAYERS} ends inside layer {number}: pack the model again")
         buffer.number = number
         return buffer
 

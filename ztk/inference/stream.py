@@ -51,8 +51,7 @@ class StreamedLayers(Generic[Built]):
     @property
     def held(self) -> list[Built]:
         """The layers in memory now; waits for running reads."""
-        for buffer in self._ring:
-            self._wait(buffer)
+        self.settle()
         return [buffer.layer for buffer in (*self._resident.values(), *self._ring)]
 
     @property
