@@ -10,7 +10,8 @@ and the peers, so that kernels count as well.
 Each round runs all candidates once, in another order, in fresh processes with one thread per rank. The numbers are medians over rounds. On a
 shared machine, compare CPU seconds and ratios, not wall time. `ratio` is the ratio of tokens/s to the best peer with the same stage and tier,
 `cpu ratio` the same ratio of CPU seconds; above 1 ztk is faster. `of compute` divides the CPU time by the time of forward, backward and AdamW
-alone. ztk keeps freed memory (`ztk.core.runtime.host_memory`, about 4 %); torch's and DeepSpeed's candidates run with their defaults.
+alone. `MB` is the largest resident set, `Pss MB` the proportional set of rank 0 while gradients exist. ztk keeps freed memory
+(`ztk.core.runtime.host_memory`, about 4 %); torch's and DeepSpeed's candidates run with their defaults.
 Appends rows to experiments/results/cpu/engine.jsonl.
 """
 
@@ -67,6 +68,7 @@ class Row:
     cpu_seconds: float
     tokens_per_second: float
     peak_resident_bytes: int
+    proportional_bytes: int
     loss: float
     best_peer: str | None
     tokens_ratio: float | None
@@ -131,6 +133,7 @@ def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -
                 cpu_seconds=cpu,
                 tokens_per_second=options.ranks * options.micro_batch * options.seq_len / wall,
                 peak_resident_bytes=int(median(candidate, "peak_resident_bytes")),
+                proportional_bytes=int(median(candidate, "proportional_bytes")),
                 loss=runs[0]["loss"],
                 best_peer=thriftiest,
                 tokens_ratio=median(fastest, "wall_seconds") / wall if fastest else None,
@@ -171,9 +174,14 @@ def shown(rows: list[Row], *, options: argparse.Namespace) -> Table:
             f"{value:.2f}" if value else "" for value in (row.tokens_ratio, row.cpu_ratio, row.of_compute)
         )
         seconds = (f"{row.wall_seconds:.3f}", f"{row.cpu_seconds:.3f}", f"{row.tokens_per_second:.0f}")
-        rest = (ratio, cpu, f"{row.peak_resident_bytes / 1e6:.0f}", f"{row.loss:.5f}")
+        rest = (
+            ratio,
+            cpu,
+            *(f"{nbytes / 1e6:.0f}" for nbytes in (row.peak_resident_bytes, row.proportional_bytes)),
+            f"{row.loss:.5f}",
+        )
         lines.append((row.candidate, *seconds, of, row.best_peer or "", *rest))
-    return table(title, (*columns, "MB", "loss"), lines, left=("candidate", "best peer"))
+    return table(title, (*columns, "MB", "Pss MB", "loss"), lines, left=("candidate", "best peer"))
 
 
 def parse() -> argparse.Namespace:

@@ -5,6 +5,7 @@ writes one line of JSON. Every measurement thus has fresh processes, and torch i
 peer: DeepSpeed may be installed in another environment.
 """
 
+import gc
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # these two take seconds that every fork would pay
@@ -44,7 +46,8 @@ MODELS = {
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1)
 SEED = 0
 
-Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
+# Forward and backward of tokens and targets, which returns the loss, and the update.
+Loop = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,43 +73,70 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One candidate in one round. Seconds per step: wall time of the slowest rank; CPU time of all threads, mean over ranks."""
+    """One candidate in one round. Seconds per step: wall time of the slowest rank; CPU time of all threads, mean over ranks.
+
+    proportional_bytes: the proportional set (Pss) of rank 0 before an update, while gradients exist. Each of its pages counts as a part, by the
+    number of processes that share it, so the sum over ranks is the machine's memory.
+    """
 
     candidate: str
     wall_seconds: float
     cpu_seconds: float
     peak_resident_bytes: int
+    proportional_bytes: int
     loss: float
 
 
-def measure(step: Step, *, task: Task, process: Process) -> Measurement:
-    """Runs the warm-up and the measured steps of one rank."""
+def measure(loop: Loop, *, task: Task, process: Process) -> Measurement:
+    """Runs the warm-up and the measured steps of one rank, and a step whose memory counts."""
+    backward, update = loop
     share = Share(micro_batch=task.micro_batch, rank=process.rank, world_size=process.world_size)
     stream = SyntheticStream(vocab_size=256, seq_len=task.seq_len, share=share, seed=SEED)
-    for _ in range(task.warmup):
+
+    def step() -> Tensor:
         batch = stream.next_batch()
-        loss = step(batch.tokens, batch.targets)
+        loss = backward(batch.tokens, batch.targets)
+        update()
+        return loss
+
+    for _ in range(task.warmup):
+        loss = step()
     process.comm.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(task.steps):
-        batch = stream.next_batch()
-        loss = step(batch.tokens, batch.targets)
+        loss = step()
     process.comm.barrier()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    batch = stream.next_batch()
+    backward(batch.tokens, batch.targets)
+    gc.collect()
+    process.comm.barrier()
+    proportional = proportional_bytes()
+    process.comm.barrier()
+    update()
     return Measurement(
         candidate=task.candidate,
-        wall_seconds=(time.perf_counter() - wall) / task.steps,
-        cpu_seconds=(time.process_time() - cpu) / task.steps,
-        peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        wall_seconds=wall / task.steps,
+        cpu_seconds=cpu / task.steps,
+        peak_resident_bytes=peak,
+        proportional_bytes=proportional,
         # pyrefly: ignore[unbound-name]  # there is a step
         loss=float(process.comm.gather_scalars(loss.detach().float().view(1), label="loss").mean()),
     )
 
 
+def proportional_bytes() -> int:
+    """The proportional set of this process."""
+    rows = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines())
+    return next(1024 * int(row[1]) for row in rows if row[0] == "Pss:")
+
+
 # Candidates
 
 
-def build(task: Task, *, process: Process) -> Step:
-    """Builds the candidate and returns its step."""
+def build(task: Task, *, process: Process) -> Loop:
+    """Builds the candidate and returns its loop."""
     name, _, tier = task.candidate.partition("+")
     if name == "compute":
         return compute(task)
@@ -135,14 +165,16 @@ def build(task: Task, *, process: Process) -> Step:
             fast_linear=is_plain(task),
             **common,
         )
+    return of_engine(engine)
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+
+def of_engine(engine: Any) -> Loop:
+    def backward(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = engine(tokens, targets)
         engine.backward(loss)
-        engine.step()
         return loss
 
-    return step
+    return backward, engine.step
 
 
 def config(task: Task) -> DecoderConfig:
@@ -167,7 +199,7 @@ def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
     )
 
 
-def compute(task: Task) -> Step:
+def compute(task: Task) -> Loop:
     """Forward, backward and torch's fused AdamW without communication. 16-bit runs have fp32 master weights, as all candidates."""
     model = full_model(task)
     for parameter in model.parameters():
@@ -181,9 +213,12 @@ def compute(task: Task) -> Step:
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
+        return loss
+
+    def update() -> None:
         if half:
             for master, parameter in zip(masters, parameters, strict=True):
                 assert parameter.grad is not None
@@ -193,12 +228,11 @@ def compute(task: Task) -> Step:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, masters)
         optimizer.zero_grad()
-        return loss
 
-    return step
+    return backward, update
 
 
-def zero_redundancy(task: Task) -> Step:
+def zero_redundancy(task: Task) -> Loop:
     """torch's ZeroRedundancyOptimizer over DistributedDataParallel, autocast in 16 bit."""
     model = full_model(task)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -210,19 +244,18 @@ def zero_redundancy(task: Task) -> Step:
         groups, torch.optim.AdamW, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
     )
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(tokens: Tensor, targets: Tensor) -> Tensor:
         half = task.dtype != "fp32"
         with torch.autocast("cpu", dtype=DTYPES[task.dtype] if half else None, enabled=half):
             loss = wrapped(tokens, targets)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
         return loss
 
-    return step
+    return backward, optimizer.step
 
 
-def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
+def deepspeed(task: Task, *, stage: int, tier: str) -> Loop:
     """DeepSpeed as configured in its documentation, with its own CPU AdamW."""
     import deepspeed
 
@@ -256,14 +289,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    return of_engine(engine)
 
 
 # Processes
@@ -287,6 +313,7 @@ def run(task: Task) -> Measurement | str:
         wall_seconds=max(rank.wall_seconds for rank in ranks),
         cpu_seconds=statistics.mean(rank.cpu_seconds for rank in ranks),
         peak_resident_bytes=max(rank.peak_resident_bytes for rank in ranks),
+        proportional_bytes=ranks[0].proportional_bytes,
         loss=ranks[0].loss,
     )
 
