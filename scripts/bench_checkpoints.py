@@ -11,9 +11,6 @@ With --nvme: ztk with all states on NVMe, where a save copies nothing. A save co
 steps, because an asynchronous save reads and writes during them.
 """
 
-import argparse
-import multiprocessing
-import os
 import random
 import shutil
 import statistics
@@ -33,7 +30,8 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench import Peak, release_memory, status_bytes
+from scripts.bench import Peak, parser_of, release_memory, status_bytes, timed
+from tests.ranks import RankPool
 from ztk.checkpoint import Saver, load, save
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.runtime import Process
@@ -120,46 +118,44 @@ class Torch:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pipe) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), ZTK_STORE=store)
-    torch.set_num_threads(1)
-    process = Process.start(device="cpu")
+Found = dict[tuple[str, str], float]  # contender and subject -> median
+
+
+def measure(process: Process, *, rounds: int, layers: int, folder: Path) -> tuple[Found, int]:
+    """On a rank: medians, and the number of parameters."""
     contenders = {
-        name: kind(process, layers=options.layers, folder=folder / name)
-        for name, kind in (("ztk", Ztk), ("torch", Torch))
+        name: kind(process, layers=layers, folder=folder / name) for name, kind in (("ztk", Ztk), ("torch", Torch))
     }
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def timed(name: str, what: str, call: Callable[[], None]) -> None:
+    def note(name: str, what: str, call: Callable[[], None]) -> None:
         process.comm.barrier()
-        start = time.perf_counter()
-        call()
-        found[name, what].append(time.perf_counter() - start)
+        found[name, what].append(timed(call)[0])
 
     def empty(path: Path) -> None:
         process.comm.barrier()
-        if rank == 0:
+        if process.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         process.comm.barrier()
 
-    for round_number in range(options.rounds + 1):
+    for round_number in range(rounds + 1):
         names = list(contenders)
         random.Random(round_number).shuffle(names)
         for name in names:
             contender = contenders[name]
             empty(contender.folder)
-            timed(name, "save, stall until complete", contender.save)
+            note(name, "save, stall until complete", contender.save)
             process.comm.barrier()
             found[name, "bytes on disk (MB)"].append(_size(contender.folder) / 1e6)
             release_memory()
             before = status_bytes("VmRSS")
             with Peak(lambda: status_bytes("VmRSS")) as peak:
-                timed(name, "load", contender.load)
+                note(name, "load", contender.load)
             found[name, "load, peak memory (MB)"].append((peak.value - before) / 1e6)
             empty(contender.folder)
             process.comm.barrier()
             start = time.perf_counter()
-            timed(name, "async save, stand-still", contender.start_save)
+            note(name, "async save, stand-still", contender.start_save)
             contender.finish_save()
             found[name, "async save, done"].append(time.perf_counter() - start)
         if round_number == 0:
@@ -168,46 +164,41 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pi
         empty(contender.folder)
     # pyrefly: ignore[missing-attribute]  # the contender "ztk" has an engine
     parameters = contenders["ztk"].engine.zero.num_parameters
-    pipe.send(({key: statistics.median(values) for key, values in found.items()}, parameters))
-    os._exit(0)
+    return {key: statistics.median(values) for key, values in found.items()}, parameters
 
 
-def measure_nvme(rank: int, options: argparse.Namespace, folder: Path, store: str, pipe) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), ZTK_STORE=store)
-    torch.set_num_threads(1)
+def measure_nvme(process: Process, *, rounds: int, layers: int, folder: Path) -> tuple[Found, int]:
+    """As `measure`, of synchronous and asynchronous saves with states on NVMe."""
     torch.manual_seed(0)
     engine = parallelize(
-        Decoder(config_of(options.layers)),
-        process=Process.start(device="cpu"),
+        Decoder(config_of(layers)),
+        process=process,
         optimizer=OptimizerPolicy(lr=1e-3),
         zero=ZeroPolicy(stage=3),
         offload=OffloadPolicy(optimizer="nvme", parameters="nvme", nvme_path=str(folder)),
     )
     tokens = torch.randint(256, (1, 64))
 
-    def two_steps() -> float:
-        start = time.perf_counter()
+    def two_steps() -> None:
         for _ in range(2):
             engine.backward(engine(tokens, tokens))
             engine.step()
-        return time.perf_counter() - start
 
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for round_number in range(options.rounds + 1):
+    for round_number in range(rounds + 1):
         for asynchronous in (False, True):
             name = "async" if asynchronous else "sync"
             with Saver(engine, folder=folder / name, asynchronous=asynchronous) as saver:
-                plain = two_steps()
+                plain, _ = timed(two_steps)
                 start = time.perf_counter()
                 saver.save()
                 found[name, "save() takes"].append(time.perf_counter() - start)
-                found[name, "a save costs"].append(found[name, "save() takes"][-1] + two_steps() - plain)
+                found[name, "a save costs"].append(found[name, "save() takes"][-1] + timed(two_steps)[0] - plain)
                 saver.wait()
                 found[name, "async save: until complete on disk"].append(time.perf_counter() - start)
         if round_number == 0:
             found.clear()  # first touches of memory and files
-    pipe.send(({key: statistics.median(values) for key, values in found.items()}, engine.zero.num_parameters))
-    os._exit(0)
+    return {key: statistics.median(values) for key, values in found.items()}, engine.zero.num_parameters
 
 
 def _size(folder: Path) -> int:
@@ -215,23 +206,18 @@ def _size(folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nvme", action="store_true", help="the cost of saves with states on NVMe; FOLDER is the disk")
     parser.add_argument("--layers", type=int, default=10, help="2.9M parameters each")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    pool = RankPool(options.ranks, seconds=3600)
     with tempfile.TemporaryDirectory(prefix="ztk-bench-", dir=options.folder) as place:
-        pipes = []
-        for rank in range(options.ranks):
-            mine, theirs = context.Pipe()
-            args = (rank, options, Path(place), os.path.join(place, "store"), theirs)
-            context.Process(target=measure_nvme if options.nvme else measure, args=args, daemon=True).start()
-            theirs.close()
-            pipes.append(mine)
-        results = [pipe.recv() for pipe in pipes]
+        given = {"rounds": options.rounds, "layers": options.layers, "folder": Path(place)}
+        results = pool.run(measure_nvme if options.nvme else measure, **given)
+        pool.close()
     parameters = results[0][1]
     print(
         f"{parameters:,} parameters, 12 bytes of state each: {12 * parameters / 1e6:.1f} MB, {options.ranks} ranks, medians"

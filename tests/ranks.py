@@ -34,10 +34,10 @@ class RankFailed(Exception):
 
 
 class RankPool:
-    """`world_size` processes on this machine, connected like the ranks of a run."""
+    """`world_size` processes on this machine, connected like the ranks of a run. seconds: limit of a call."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, *, seconds: float = TIMEOUT_SECONDS) -> None:
+        self.world_size, self._seconds = world_size, seconds
         self._folder: tempfile.TemporaryDirectory | None = None  # where they find each other
         self._processes: list = []
         self._pipes: list[Connection] = []
@@ -52,7 +52,7 @@ class RankPool:
         waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
         failures = []
         while waiting:
-            ready = wait(list(waiting), timeout=10 if failures else TIMEOUT_SECONDS)
+            ready = wait(list(waiting), timeout=10 if failures else self._seconds)
             if not ready:
                 break
             for pipe in ready:
