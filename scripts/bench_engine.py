@@ -21,8 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,26 +54,7 @@ def worker(interpreter: str) -> Worker:
     return Worker(interpreter, Path(__file__).with_name("bench_rank.py"), environment=environment)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A candidate's medians. Ratios are None without a peer."""
-
-    candidate: str
-    model: str
-    modules: str
-    dtype: str
-    ranks: int
-    rounds: int
-    wall_seconds: float
-    cpu_seconds: float
-    tokens_per_second: float
-    peak_resident_bytes: int
-    proportional_bytes: int
-    loss: float
-    best_peer: str | None
-    tokens_ratio: float | None
-    cpu_ratio: float | None
-    of_compute: float | None
+Row = dict[str, Any]  # a candidate's medians; ratios are None without a peer
 
 
 def main() -> None:
@@ -106,7 +87,7 @@ def main() -> None:
         used.close()
     rows = summarise({name: runs for name, runs in measured.items() if runs}, options=options)
     console.print(shown(rows, options=options))
-    append_rows("engine", map(asdict, rows), torch=torch.__version__)
+    append_rows("engine", rows, torch=torch.__version__)
 
 
 def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -> list[Row]:
@@ -121,26 +102,21 @@ def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -
         fastest = min(peers, key=lambda peer: median(peer, "wall_seconds"), default=None)
         thriftiest = min(peers, key=lambda peer: median(peer, "cpu_seconds"), default=None)
         cpu, wall = median(candidate, "cpu_seconds"), median(candidate, "wall_seconds")
-        rows.append(
-            Row(
-                candidate=candidate,
-                model=options.model,
-                modules=options.modules,
-                dtype=options.dtype,
-                ranks=options.ranks,
-                rounds=len(runs),
-                wall_seconds=wall,
-                cpu_seconds=cpu,
-                tokens_per_second=options.ranks * options.micro_batch * options.seq_len / wall,
-                peak_resident_bytes=int(median(candidate, "peak_resident_bytes")),
-                proportional_bytes=int(median(candidate, "proportional_bytes")),
-                loss=runs[0]["loss"],
-                best_peer=thriftiest,
-                tokens_ratio=median(fastest, "wall_seconds") / wall if fastest else None,
-                cpu_ratio=median(thriftiest, "cpu_seconds") / cpu if thriftiest else None,
-                of_compute=cpu / median("compute", "cpu_seconds") if "compute" in measured else None,
-            )
-        )
+        rows.append({
+            "candidate": candidate,
+            **{key: getattr(options, key) for key in ("model", "modules", "dtype", "ranks")},
+            "rounds": len(runs),
+            "wall_seconds": wall,
+            "cpu_seconds": cpu,
+            "tokens_per_second": options.ranks * options.micro_batch * options.seq_len / wall,
+            "peak_resident_bytes": int(median(candidate, "peak_resident_bytes")),
+            "proportional_bytes": int(median(candidate, "proportional_bytes")),
+            "loss": runs[0]["loss"],
+            "best_peer": thriftiest,
+            "tokens_ratio": median(fastest, "wall_seconds") / wall if fastest else None,
+            "cpu_ratio": median(thriftiest, "cpu_seconds") / cpu if thriftiest else None,
+            "of_compute": cpu / median("compute", "cpu_seconds") if "compute" in measured else None,
+        })  # fmt: skip
     return rows
 
 
@@ -158,30 +134,16 @@ def shown(rows: list[Row], *, options: argparse.Namespace) -> Table:
         f"batch {options.micro_batch} x {options.seq_len}, "
         f"medians of up to {options.rounds} rounds of {options.steps} steps"
     )
-    columns = (
-        "candidate",
-        "wall s/step",
-        "CPU s/step/rank",
-        "tokens/s",
-        "of compute",
-        "best peer",
-        "ratio",
-        "cpu ratio",
-    )
+    seconds = ("wall s/step", "CPU s/step/rank", "tokens/s", "of compute")
+    columns = ("candidate", *seconds, "best peer", "ratio", "cpu ratio", "MB", "Pss MB", "loss")
     lines = []
     for row in rows:
-        ratio, cpu, of = (
-            f"{value:.2f}" if value else "" for value in (row.tokens_ratio, row.cpu_ratio, row.of_compute)
-        )
-        seconds = (f"{row.wall_seconds:.3f}", f"{row.cpu_seconds:.3f}", f"{row.tokens_per_second:.0f}")
-        rest = (
-            ratio,
-            cpu,
-            *(f"{nbytes / 1e6:.0f}" for nbytes in (row.peak_resident_bytes, row.proportional_bytes)),
-            f"{row.loss:.5f}",
-        )
-        lines.append((row.candidate, *seconds, of, row.best_peer or "", *rest))
-    return table(title, (*columns, "MB", "Pss MB", "loss"), lines, left=("candidate", "best peer"))
+        of, ratio, cpu = (f"{row[key]:.2f}" if row[key] else "" for key in ("of_compute", "tokens_ratio", "cpu_ratio"))
+        speed = (f"{row['wall_seconds']:.3f}", f"{row['cpu_seconds']:.3f}", f"{row['tokens_per_second']:.0f}")
+        memory = (f"{row[key] / 1e6:.0f}" for key in ("peak_resident_bytes", "proportional_bytes"))
+        rest = (ratio, cpu, *memory, f"{row['loss']:.5f}")
+        lines.append((row["candidate"], *speed, of, row["best_peer"] or "", *rest))
+    return table(title, columns, lines, left=("candidate", "best peer"))
 
 
 def parse() -> argparse.Namespace:

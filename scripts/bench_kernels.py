@@ -9,7 +9,6 @@ Without a GPU the script times nothing and updates the ahead-of-time metrics and
 on the CPU and writes only rows, into the folder of `--to`.
 """
 
-import argparse
 import datetime
 import json
 import math
@@ -26,6 +25,7 @@ import triton
 from kernel_peers import all_peers
 from torch import Tensor
 
+from scripts.bench import parser_of
 from scripts.kernel_records import Record
 from scripts.results import commit_of, folder_of
 from scripts.time_limit import OutOfTime, time_limit
@@ -278,7 +278,7 @@ def bench_one(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ops", default="", help="measure only ops whose name contains this")
     parser.add_argument("--minutes", type=float, default=8.5, help="stop measuring after this long")
     parser.add_argument(

@@ -3,7 +3,6 @@
 `python scripts/kernels_page.py [--aot]` writes the page; with `--aot` it compiles every kernel first.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench import markdown
+from scripts.bench import markdown, parser_of
 from scripts.kernel_callers import HOT_PATHS, callers
 from scripts.kernel_records import Record
 from scripts.results import RESULTS
@@ -319,7 +318,7 @@ and keeps the rows of the others.
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--aot", action="store_true", help="compile every kernel first")
     parser.add_argument("--ops", default="", help="with --aot: only ops whose name contains this")
     options = parser.parse_args()

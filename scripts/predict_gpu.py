@@ -9,7 +9,6 @@ Steps are planned (`ztk.planner`). Decoding and kernels have two times: the floo
 the time at the shares of these rates that conf/hardware/ expects.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.plan import make_plan
 from experiments.policies import hardware
+from scripts.bench import parser_of
 from scripts.first_hour import KERNELS as OPS
 from scripts.gpu_item import DECODED, LLAMA
 from scripts.results import PREDICTED, commit_of
@@ -84,7 +84,7 @@ class Prediction:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--write", action="store_true", help="replace the table in docs/gpu.md and the file of predictions"
     )

@@ -8,7 +8,6 @@ not held out. Llama models are planned in their shapes. MPT models are planned a
 feed-forward network has two matrices of 4 times the width, planned as three of 8/3.
 """
 
-import argparse
 import concurrent.futures
 import csv
 import hashlib
@@ -22,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ztk
+from scripts.bench import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, PAGE = ROOT / "experiments" / "results" / "published_runs.csv", ROOT / "docs" / "published_runs.md"
@@ -143,7 +143,7 @@ PLANNED = ("planned_tokens_per_second_per_gpu", "planned_mfu_percent", "planned_
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--missing", action="store_true", help="plan only rows without planned numbers")
     parser.add_argument("--only", default="", help="plan only rows whose project, model and hardware have these words")
     parser.add_argument("--jobs", type=int, default=1, help="parallel processes")

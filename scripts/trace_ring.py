@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench import markdown, parser_of
+from scripts.gpu_trace import Spans, common, length, merged
 from tests.ranks import RankPool
 from ztk.core.runtime import Process, Topology
 from ztk.parallel.sequence import ring
@@ -31,26 +32,20 @@ from ztk.parallel.sequence import ring
 HEADS, KEY_HEADS, HEAD_DIM = 8, 4, 64
 COMPUTE, EXCHANGE = "compute", "exchange"
 COLOURS = {COMPUTE: "tab:blue", EXCHANGE: "tab:orange"}
-Intervals = list[tuple[float, float]]  # milliseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """The lanes of one rank. elements: number sent around the ring in a forward and a backward."""
+    """The lanes of one rank, in milliseconds. elements: number sent around the ring in a forward and a backward."""
 
-    spans: dict[str, Intervals]
+    spans: dict[str, Spans]
     elements: int
 
     @property
     def share(self) -> float:
         """The part of the exchange time in which the rank computes."""
-        total = sum(stop - start for start, stop in self.spans[EXCHANGE])
-        hidden = sum(
-            max(0.0, min(stop, other) - max(start, begin))
-            for start, stop in self.spans[EXCHANGE]
-            for begin, other in self.spans[COMPUTE]
-        )
-        return hidden / total
+        exchange, compute = (merged(self.spans[name]) for name in (EXCHANGE, COMPUTE))
+        return length(common(exchange, compute)) / length(exchange)
 
 
 def main() -> int:
@@ -101,7 +96,7 @@ def traced(process: Process, *, tokens: int, trace: str) -> Lanes:
             run()
     if comm.rank == 0:
         found.export_chrome_trace(trace)
-    spans: dict[str, Intervals] = {COMPUTE: [], EXCHANGE: []}
+    spans: dict[str, Spans] = {COMPUTE: [], EXCHANGE: []}
     for event in found.events() or ():
         if event.name in spans:
             spans[event.name].append((event.time_range.start / 1e3, event.time_range.end / 1e3))
