@@ -70,8 +70,8 @@ class CachedRollouts:
         generator = self._loaded(policy, sequences=len(sampling) * ranks)
         draws, model = self._turns(generator, sampling=sampling, policy=policy), generator.own_model
         if once and model is not None and can_answer(model):
-            given = {"model": model, "policy": policy, "keys": keys, "ranks": engine.process.local_world_size}
-            draws = replace(draws, draw=partial(_draw_in_step, **given))
+            given = {"generator": generator, "policy": policy, "keys": keys, "ranks": engine.process.local_world_size}
+            draws = replace(draws, draw=partial(_draw_in_step, model, **given))
         yield draws
 
     def _turns(self, generator: Generator, *, sampling: list[SamplingParams], policy: RolloutPolicy) -> TurnDraws:
@@ -82,8 +82,7 @@ class CachedRollouts:
             prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
             _write(self._drawn(generator, prompts=prompts, sampling=own), samples=samples, rows=rows)
-            if policy.keeps_experts:
-                samples.experts = experts_of(samples, generator=generator)
+            _keep_experts(samples, policy=policy, generator=generator)
 
         comm = self._comm
         go_on = bool if comm is None else lambda flag: any(comm.gather_objects(flag))
@@ -182,7 +181,14 @@ def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[S
 
 
 def _draw_in_step(
-    samples: Samples, limits: Tensor, *, model: InferenceModel, policy: RolloutPolicy, keys: Tensor, ranks: int
+    model: InferenceModel,
+    samples: Samples,
+    limits: Tensor,
+    *,
+    generator: Generator,
+    policy: RolloutPolicy,
+    keys: Tensor,
+    ranks: int,
 ) -> None:
     """As `TurnDraws.draw`, of single turns: all limits are the policy's. ranks: that share the machine."""
     draws = draws_after(samples.prompt_lengths, keys=keys, count=policy.max_tokens)
@@ -192,6 +198,12 @@ def _draw_in_step(
         return answer(model, policy=policy, samples=samples[rows], draws=draws[rows])
 
     draw_in_parts(samples, size=size, answer=answer_rows)
+    _keep_experts(samples, policy=policy, generator=generator)
+
+
+def _keep_experts(samples: Samples, *, policy: RolloutPolicy, generator: Generator) -> None:
+    if policy.keeps_experts:
+        samples.experts = experts_of(samples, generator=generator)
 
 
 def _write(answers: Sequence[Completion], *, samples: Samples, rows: Sequence[int]) -> None:
