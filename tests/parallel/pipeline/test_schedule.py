@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parallel.pipeline.valid import BadSchedule, validate
 from ztk.parallel.pipeline import (
     Action,
     Costs,
@@ -14,7 +15,6 @@ from ztk.parallel.pipeline import (
     zero_bubble_share,
 )
 from ztk.parallel.pipeline.simulate import Stuck, simulate
-from ztk.parallel.pipeline.validate import BadSchedule, validate
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 8, 15, 16)]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]

@@ -1,4 +1,4 @@
-"""Checks a schedule by simulating it with sends that wait for their receivers."""
+"""Checks a pipeline schedule by simulating it with sends that wait for their receivers."""
 
 from collections import Counter, deque
 
