@@ -34,15 +34,11 @@ def _adamw(
     )  # fmt: skip
 
 
-def _cpu(master, grad, exp_avg, exp_avg_sq, control, out, decoupled) -> None:
-    adam_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
-
-
 _op = flat.register(
     "adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, Tensor(d!)? out, "
     "bool decoupled, Tensor? tiles) -> ()",
     kernel=_adamw,
-    update=_cpu,
+    update=adam_cpu,
 )
 
 
@@ -84,14 +80,9 @@ def adamw(
     tensors = {"master": (master, flat.FLOAT32), "grad": (grad, flat.GRAD_DTYPES)} | states
     flat.check("adamw", tensors=tensors, control=control, tiles=tiles)
     flat.dispatch(
-        _op, reference=_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
+        _op, reference=adam_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
         out=out, decoupled=decoupled, tiles=tiles,
     )  # fmt: skip
-
-
-@flat.by_tiles
-def _reference(master, grad, exp_avg, exp_avg_sq, control, out=None, decoupled=True) -> None:
-    adam_reference(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
 
 
 _STATES = {"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": lambda x: x.square() * 0.01}
@@ -99,7 +90,7 @@ _STATES = {"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": la
 SPEC = flat.spec(
     "adamw",
     op=adamw,
-    reference=_reference,
+    reference=adam_reference,
     make_inputs=functools.partial(flat.make_inputs, states=_STATES, with_out=True),
     mutated=("master", "exp_avg", "exp_avg_sq", "out"),
     bench_shapes=((1 << 24,), (1 << 28,), (1_000_000_000,)),

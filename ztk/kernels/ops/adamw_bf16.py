@@ -28,15 +28,11 @@ def _adamw_bf16(
     )  # fmt: skip
 
 
-def _cpu(master, grad, exp_avg, exp_avg_sq, control, out, seed, start) -> None:
-    adam_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, seed=seed, start=start)
-
-
 _op = flat.register(
     "adamw_bf16(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, "
     "Tensor(d!)? out, int seed, int start, Tensor? tiles) -> ()",
     kernel=_adamw_bf16,
-    update=_cpu,
+    update=adam_cpu,
 )
 
 
@@ -78,14 +74,9 @@ def adamw_bf16(
     tensors = {"master": (master, flat.FLOAT32), "grad": (grad, flat.GRAD_DTYPES)} | states
     flat.check("adamw_bf16", tensors=tensors, control=control, tiles=tiles)
     flat.dispatch(
-        _op, reference=_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
+        _op, reference=adam_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
         control=control, out=out, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
-
-
-@flat.by_tiles
-def _reference(master, grad, exp_avg, exp_avg_sq, control, out=None, seed=0, start=0) -> None:
-    adam_reference(master, grad, exp_avg, exp_avg_sq, control=control, out=out, seed=seed, start=start)
 
 
 _STATES = {
@@ -97,7 +88,7 @@ _STATES = {
 SPEC = flat.spec(
     "adamw_bf16",
     op=adamw_bf16,
-    reference=_reference,
+    reference=adam_reference,
     make_inputs=functools.partial(flat.make_inputs, states=_STATES, with_out=True, seed=7, start=0),
     mutated=("master", "exp_avg", "exp_avg_sq", "out"),
     variants=({}, {"with_out": False, "start": (1 << 32) - 16}, {"skip": True}, {"segments": True}),

@@ -29,15 +29,11 @@ def _adamw_stochastic(
     )  # fmt: skip
 
 
-def _cpu(param, grad, exp_avg, exp_avg_sq, control, seed, start) -> None:
-    adam_cpu(param, grad, exp_avg, exp_avg_sq, control=control, seed=seed, start=start)
-
-
 _op = flat.register(
     "adamw_stochastic(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, "
     "int seed, int start, Tensor? tiles) -> ()",
     kernel=_adamw_stochastic,
-    update=_cpu,
+    update=adam_cpu,
     per_thread=(8, 4),
 )
 
@@ -74,14 +70,9 @@ def adamw_stochastic(
     tensors = {"param": (param, flat.BFLOAT16), "grad": (grad, flat.GRAD_DTYPES)} | states
     flat.check("adamw_stochastic", tensors=tensors, control=control, tiles=tiles)
     flat.dispatch(
-        _op, reference=_reference, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
+        _op, reference=adam_reference, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
         control=control, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
-
-
-@flat.by_tiles
-def _reference(param, grad, exp_avg, exp_avg_sq, control, seed=0, start=0) -> None:
-    adam_reference(param, grad, exp_avg, exp_avg_sq, control=control, seed=seed, start=start)
 
 
 _STATES = {
@@ -93,7 +84,7 @@ _STATES = {
 SPEC = flat.spec(
     "adamw_stochastic",
     op=adamw_stochastic,
-    reference=_reference,
+    reference=adam_reference,
     make_inputs=functools.partial(flat.make_inputs, states=_STATES, seed=7, start=0),
     mutated=("param", "exp_avg", "exp_avg_sq"),
     variants=({}, {"start": (1 << 32) - 16}, {"skip": True}, {"segments": True}),

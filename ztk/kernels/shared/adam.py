@@ -1,8 +1,9 @@
 """The update that the AdamW ops share, on the device, on CPU tensors and in plain torch; formulas in `ops/adamw.py`.
 
-`adam_tile`, `adam_cpu` and `adam_reference` are a template for ops that store parameters and moments in different dtypes. Float32 tensors are
-not rounded. In bfloat16 exp_avg is rounded to nearest, parameters and exp_avg_sq stochastically (`rounding`): parameters take the low half of
-an element's random bits and exp_avg_sq the high half, or the low half where the parameters are float32.
+`adam_tile`, `adam_cpu` and `adam_reference` are a template for ops that store parameters and moments in different dtypes; the last two are
+these ops' CPU implementation and reference. Float32 tensors are not rounded. In bfloat16 exp_avg is rounded to nearest, parameters and
+exp_avg_sq stochastically (`rounding`): parameters take the low half of an element's random bits and exp_avg_sq the high half, or the low
+half where the parameters are float32.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels.shared import flat
 from ztk.kernels.shared.control import (
     BETA1,
     BETA2,
@@ -24,7 +26,6 @@ from ztk.kernels.shared.control import (
     Control,
 )
 from ztk.kernels.shared.cpu import PIECE, UPDATE_PIECE, scaled_float32
-from ztk.kernels.shared.flat import write_unless_skipped
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels.shared.spec import compute_dtype
@@ -124,7 +125,7 @@ def update_cpu(
 
 
 def adam_cpu(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: list[float], out: Tensor | None = None,
+    param: Tensor, /, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: list[float], out: Tensor | None = None,
     decoupled: bool = True, seed: int = 0, start: int = 0,
 ) -> None:  # fmt: skip
     """The template on CPU tensors, all [n]."""
@@ -163,8 +164,9 @@ def updated(
     return p - c[Control.lr] / c[Control.bias_correction1] * m / denominator, m, v
 
 
+@flat.by_tiles
 def adam_reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: Tensor, out: Tensor | None = None,
+    param: Tensor, /, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: Tensor, out: Tensor | None = None,
     decoupled: bool = True, seed: int = 0, start: int = 0,
 ) -> None:  # fmt: skip
     """The template one plain operation at a time, all [n]; float64 tensors are not rounded."""
@@ -177,4 +179,4 @@ def adam_reference(
         if param.dtype == torch.bfloat16:
             new_p, random = round_stochastic_bf16_cpu(p, random), random >> 16
         new_v = round_stochastic_bf16_cpu(v, random)
-    write_unless_skipped(c, (out, p), (param, new_p), (exp_avg, m), (exp_avg_sq, new_v))
+    flat.write_unless_skipped(c, (out, p), (param, new_p), (exp_avg, m), (exp_avg_sq, new_v))

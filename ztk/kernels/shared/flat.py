@@ -92,8 +92,8 @@ def register(
 
     kernel: takes the schema's tensors, `tiles`, the number of elements, and the schema's integers; its constexprs are the schema's bools in
     capitals, PROGRAMS of a tile, and BLOCK, elements of a program. per_thread: elements of a thread, for 16-bit and for float32 gradients.
-    update: takes the schema's arguments without `tiles`, CPU tensors and `control` as a list. With tiles it is called once per tile, and in a
-    skipped step not at all. group: as of `check`.
+    update: takes the schema's arguments without `tiles`, CPU tensors and `control` as a list, by name but for the first. With tiles it is
+    called once per tile, and in a skipped step not at all. group: as of `check`.
     """
     arguments = [argument.split() for argument in schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")][:-1]
     names = [name for _, name in arguments]
@@ -117,26 +117,27 @@ def register(
             elements = per_thread[args[grad].element_size() == 4]
             bound(machine(first.device), N, count, elements, *args[num_tensors:-1]).launch(*args[:num_tensors], tiles)
 
+    by_tile = by_tiles(update, group=group)
+
     def cpu(*args):
         *args, tiles = args
         args[control] = rows = args[control].tolist()
-        if (rows if tiles is None else rows[0])[Control.skip]:
-            return
-        if tiles is None:
-            update(*args)
-            return
-        for part in each_tile(tiles, group=group, named=dict(zip(names, args, strict=True))):
-            update(*part.values())
+        if not (rows if tiles is None else rows[0])[Control.skip]:
+            by_tile(tiles=tiles, **dict(zip(names, args, strict=True)))
 
     return library.register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)
 
 
-def by_tiles(reference: Callable, *, group: int = 1) -> Callable:
-    """`reference`, which takes an op's arguments by name but for `tiles`, tile by tile where they are given. group: as of `check`."""
+def by_tiles(update: Callable, *, group: int = 1) -> Callable:
+    """`update`, which takes an op's arguments without `tiles`, by name but for the first, tile by tile where they are given.
+
+    group: as of `check`.
+    """
 
     def run(*, tiles: Tensor | None = None, **named: Any) -> None:
         for part in [named] if tiles is None else each_tile(tiles, group=group, named=named):
-            reference(**part)
+            first, *rest = part
+            update(part[first], **{name: part[name] for name in rest})
 
     return run
 
