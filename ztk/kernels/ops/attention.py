@@ -250,26 +250,12 @@ def attention_varlen(
     return _Attention.apply(*rows, cu_seqlens.contiguous(), max_seqlen, causal, window, scale)
 
 
-def _probabilities(q: Tensor, k: Tensor, *, causal: bool, window: int, scale: float) -> Tensor:
-    """softmax of the visible scores [B, H, T, T]; q [B, T, H, D] and k of the same heads."""
-    T = q.shape[1]
-    distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)[None, :]
-    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if window:
-        hidden = hidden | (distance >= window)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-
-
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int = 0, scale: float | None = None
 ) -> Tensor:
     """softmax(scale * q k^T) v in float32 with the full score matrix, rounded once."""
-    dtype, group = compute_dtype(q), q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k_c, v_c = (x.to(dtype).repeat_interleave(group, dim=2) for x in (k, v))
-    p = _probabilities(q.to(dtype), k_c, causal=causal, window=window, scale=scale)
-    return torch.einsum("bhij,bjhd->bihd", p, v_c).to(q.dtype)
+    wide = (x.to(compute_dtype(q)) for x in (q, k, v))
+    return _eager(*wide, causal=causal, window=window, scale=scale).to(q.dtype)
 
 
 def attention_varlen_reference(
@@ -294,10 +280,14 @@ def attention_varlen_reference(
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int = 0, scale: float | None = None
 ) -> Tensor:
-    group = q.shape[2] // k.shape[2]
+    T, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    p = _probabilities(q, k, causal=causal, window=window, scale=scale)
+    distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)[None, :]
+    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window:
+        hidden = hidden | (distance >= window)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
 

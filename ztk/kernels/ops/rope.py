@@ -163,13 +163,7 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
 
 def rope_reference(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The same in plain torch, float32 inside."""
-    x_c = x.to(compute_dtype(x))
-    half = cos.shape[-1]
-    c, s = cos.to(x_c.dtype).unsqueeze(-2), sin.to(x_c.dtype).unsqueeze(-2)
-    first, second = _halves(x_c, half=half, interleaved=interleaved)
-    rotated = (first * c - second * s, second * c + first * s)
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
-    return torch.cat([joined, x_c[..., 2 * half :]], dim=-1).to(x.dtype)
+    return _eager(x.to(compute_dtype(x)), cos=cos, sin=sin, interleaved=interleaved).to(x.dtype)
 
 
 def _eager(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
