@@ -185,11 +185,15 @@ def cache_rows(
         )
     if (query_norm is None) != (key_norm is None) or (cos is None) != (sin is None):
         raise ValueError("cache_rows: norms of queries and keys, and cosines and sines, come together")
-    run = _reference if use_reference() else _write
-    return run(rows.contiguous(), query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps)
+    tensors = (rows.contiguous(), query_norm, key_norm, cos, sin, positions, places, keys, values, scales)
+    return cache_rows_reference(*tensors, eps=eps) if use_reference() else _write(*tensors, eps)
 
 
-def _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps) -> Tensor:
+def cache_rows_reference(
+    rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
+    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None = None, *, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
+    """The same in plain torch, float32 inside, one row at a time."""
     K, D = keys.shape[1], keys.shape[3]
     query, *pair = _turned(rows, query_norm, key_norm, cos, sin, positions, K=K, D=D, eps=eps)
     pair = _divided(pair, scales=scales)
@@ -199,14 +203,6 @@ def _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, va
                 stored = to_fp8(part[m]) if cache.dtype == torch.uint8 else part[m].to(cache.dtype)
                 cache[place // BLOCK, :, place % BLOCK] = stored
     return query.to(rows.dtype)
-
-
-def cache_rows_reference(
-    rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
-    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None = None, *, eps: float = 1e-6,
-) -> Tensor:  # fmt: skip
-    """The same in plain torch, float32 inside, one row at a time."""
-    return _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps)
 
 
 def _make_inputs(shape, *, dtype, device, norms=True, rotary=True, fp8=False, scaled=False) -> dict[str, object]:

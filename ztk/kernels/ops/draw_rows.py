@@ -230,22 +230,20 @@ def draw_rows(
         raise ValueError(
             f"draw_rows: temperature {tuple(temperature.shape)} and keys {tuple(keys.shape)} must be [{x.shape[0]}]"
         )
-    run = _reference if use_reference() else _draw
-    return run(x.contiguous(), weight, scales, temperature, keys, softcap)
-
-
-def _reference(x, weight, scales, temperature, keys, softcap) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(x)
-    logits = x.to(dtype) @ widen(weight, scales=scales, columns=x.shape[1]).to(dtype).T
-    tokens, logprobs, processed = _drawn(logits, temperature=temperature, keys=keys, softcap=softcap)
-    return tokens, logprobs.float(), processed.float()
+    x = x.contiguous()
+    if use_reference():
+        return draw_rows_reference(x, weight, scales, temperature, keys, softcap=softcap)
+    return _draw(x, weight, scales, temperature, keys, softcap)
 
 
 def draw_rows_reference(
     x: Tensor, weight: Tensor, scales: Tensor | None, temperature: Tensor, keys: Tensor, *, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch, from all logits."""
-    return _reference(x, weight, scales, temperature, keys, softcap)
+    dtype = compute_dtype(x)
+    logits = x.to(dtype) @ widen(weight, scales=scales, columns=x.shape[1]).to(dtype).T
+    tokens, logprobs, processed = _drawn(logits, temperature=temperature, keys=keys, softcap=softcap)
+    return tokens, logprobs.float(), processed.float()
 
 
 def _make_inputs(shape, *, dtype, device, kind="plain", **options) -> dict[str, object]:

@@ -375,23 +375,18 @@ def paged_attention(
             f"paged_attention: scales {scales.dtype} {tuple(scales.shape)} must be float32 [2, {K}], of a cache of bytes"
         )
     positions_per_tile(H // K)
-    run = _reference if use_reference() else _attend
-    return run(
-        query.contiguous(),
-        keys,
-        values,
-        tables if tables.stride(1) == 1 else tables.contiguous(),
-        tiles.contiguous(),
-        slopes,
-        scales,
-        scale,
-        window,
-        softcap,
-        split,
-    )
+    tables = tables if tables.stride(1) == 1 else tables.contiguous()
+    tensors = (query.contiguous(), keys, values, tables, tiles.contiguous(), slopes, scales)
+    if use_reference():
+        return paged_attention_reference(*tensors, scale=scale, window=window, softcap=softcap)
+    return _attend(*tensors, scale, window, softcap, split)
 
 
-def _reference(query, keys, values, tables, tiles, slopes, scales, scale, window, softcap, split) -> Tensor:
+def paged_attention_reference(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None = None,
+    scales: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0, split: bool = False,
+) -> Tensor:  # fmt: skip
+    """One row at a time over all its keys, in float32; rows in no tile are zero."""
     H, K, dtype = query.shape[1], keys.shape[1], compute_dtype(query)
     out = torch.zeros_like(query)
     wide = [(from_fp8(cache) if cache.dtype == torch.uint8 else cache).to(dtype) for cache in (keys, values)]
@@ -408,14 +403,6 @@ def _reference(query, keys, values, tables, tiles, slopes, scales, scale, window
                 scores = scores + slopes.to(dtype)[:, None] * torch.arange(low, position + 1, device=out.device)
             out[row + position - first] = torch.einsum("hj,jhd->hd", scores.softmax(-1), v).to(query.dtype)
     return out
-
-
-def paged_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None = None,
-    scales: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0, split: bool = False,
-) -> Tensor:  # fmt: skip
-    """One row at a time over all its keys, in float32; rows in no tile are zero."""
-    return _reference(query, keys, values, tables, tiles, slopes, scales, scale, window, softcap, split)
 
 
 def make_tiles(spans: list[tuple[int, int, int, int]], *, group: int) -> list[list[int]]:

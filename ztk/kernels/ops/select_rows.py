@@ -159,24 +159,6 @@ def _empty(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits.new_empty(M, dtype=torch.int64), *(logits.new_empty(M, dtype=torch.float32) for _ in range(2))
 
 
-def _selected(
-    logits: Tensor, scores: Tensor, temperature: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By sorting, a row at a time, in double precision."""
-    rows = []
-    for m in range(len(logits)):
-        t, raw = float(temperature[m]), logits[m].double()
-        s = scores[m].double() / (t or 1.0)
-        if t != 0:
-            s = _kept(s, top_k=int(top_k[m]), top_p=float(top_p[m]), min_p=float(min_p[m]))
-        token = (s if t == 0 else s - noise(keys[m : m + 1], tokens=len(s))[0]).argmax()
-        finite = raw.isfinite().all()
-        logprob = raw.log_softmax(0)[token] if finite else raw.new_tensor(math.nan)
-        rows.append((token, logprob, s.log_softmax(0)[token] if t != 0 else raw.new_zeros(())))
-    tokens, logprobs, processed = (torch.stack(part) for part in zip(*rows, strict=True))
-    return tokens, logprobs.float(), processed.float()
-
-
 def _kept(s: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
     """s [N] with dropped scores at -inf."""
     highest = s.max()
@@ -192,7 +174,7 @@ def _kept(s: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def _cpu(logits: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _selected(logits, *rest) if len(logits) else _empty(logits)
+    return select_rows_reference(logits, *rest) if len(logits) else _empty(logits)
 
 
 _select = register(
@@ -231,8 +213,19 @@ def select_rows(
 def select_rows_reference(
     logits: Tensor, scores: Tensor, temperature: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch, by sorting."""
-    return _selected(logits, scores, temperature, keys, top_k, top_p, min_p)
+    """The same in plain torch, by sorting, a row at a time, in double precision."""
+    rows = []
+    for m in range(len(logits)):
+        t, raw = float(temperature[m]), logits[m].double()
+        s = scores[m].double() / (t or 1.0)
+        if t != 0:
+            s = _kept(s, top_k=int(top_k[m]), top_p=float(top_p[m]), min_p=float(min_p[m]))
+        token = (s if t == 0 else s - noise(keys[m : m + 1], tokens=len(s))[0]).argmax()
+        finite = raw.isfinite().all()
+        logprob = raw.log_softmax(0)[token] if finite else raw.new_tensor(math.nan)
+        rows.append((token, logprob, s.log_softmax(0)[token] if t != 0 else raw.new_zeros(())))
+    tokens, logprobs, processed = (torch.stack(part) for part in zip(*rows, strict=True))
+    return tokens, logprobs.float(), processed.float()
 
 
 def _make_inputs(shape, *, dtype, device, **options) -> dict[str, object]:
