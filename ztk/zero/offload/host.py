@@ -1,5 +1,6 @@
 """The host tier: shards are stored in main memory, page-locked if there is a GPU."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import place_of
 from ztk.core.runtime.streams import Copy, start_copy
 from ztk.zero.offload.pool import AlignedRegion
-from ztk.zero.offload.slot import SlotSpec, check_fits
+from ztk.zero.offload.slot import StoredSlot, check_fits
 
 # [Note: Streams and host memory]
 # Copies between host and device run on streams of their own (`ztk.core.runtime.streams`), so they overlap with computation. `last_copy` is
@@ -20,14 +21,9 @@ from ztk.zero.offload.slot import SlotSpec, check_fits
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class HostSlot:
+class HostSlot(StoredSlot):
     """A tensor in main memory."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    category: str
-    spec: SlotSpec
     tensor: Tensor
     region: AlignedRegion
     last_copy: Copy | None = None  # See [Note: Streams and host memory]
@@ -51,14 +47,11 @@ class HostStore:
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
     ) -> HostSlot:
         """A zero-filled slot. keep: has no effect, because slots are always in memory."""
-        spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
-        region = self._region(spec.nbytes)
-        tensor = region.bytes.view(dtype).view(spec.shape)
-        slot = HostSlot(
-            name=name, shape=spec.shape, dtype=dtype, category=category, spec=spec, tensor=tensor, region=region
-        )
+        region = self._region(math.prod(shape) * dtype.itemsize)
+        tensor = region.bytes.view(dtype).view(shape)
+        slot = HostSlot(name=name, shape=tuple(shape), dtype=dtype, category=category, tensor=tensor, region=region)
         self._slots.append(slot)
-        self._ledger.add(tier=self.tier, category=category, nbytes=spec.nbytes)
+        self._ledger.add(tier=self.tier, category=category, nbytes=slot.nbytes)
         return slot
 
     def _region(self, nbytes: int) -> AlignedRegion:
@@ -81,7 +74,7 @@ class HostStore:
 
         Raises ValueError if `out` does not fit.
         """
-        check_fits(out, spec=slot.spec, argument="out")
+        check_fits(out, slot=slot, argument="out")
         return _handle(out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
 
     def put(self, slot: HostSlot, *, value: Tensor) -> Handle:
@@ -89,7 +82,7 @@ class HostStore:
 
         Raises ValueError if `value` does not fit.
         """
-        check_fits(value, spec=slot.spec, argument="value")
+        check_fits(value, slot=slot, argument="value")
         if place_of(value) == place_of(slot.tensor):
             return Handle(value)
         return _handle(value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
@@ -110,7 +103,7 @@ class HostStore:
         self.flush()
         for slot in self._slots:
             slot.region.close()
-            self._ledger.remove(tier=self.tier, category=slot.category, nbytes=slot.spec.nbytes)
+            self._ledger.remove(tier=self.tier, category=slot.category, nbytes=slot.nbytes)
         self._slots.clear()
 
 

@@ -23,6 +23,7 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 
 import ctypes
 import errno
+import math
 import os
 import uuid
 import weakref
@@ -45,7 +46,7 @@ from ztk.zero.offload.disk import DiskFile
 from ztk.zero.offload.io_engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedPool, AlignedRegion, Lease
 from ztk.zero.offload.probe import filesystem_of, probe_folder
-from ztk.zero.offload.slot import SlotSpec, check_fits, flat_bytes
+from ztk.zero.offload.slot import StoredSlot, check_fits, flat_bytes
 
 
 class PoolExhausted(RuntimeError):
@@ -53,14 +54,9 @@ class PoolExhausted(RuntimeError):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class NvmeSlot:
+class NvmeSlot(StoredSlot):
     """A tensor's place in the file, and its running transfers (guarded by the store's lock)."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    category: str
-    spec: SlotSpec
     offset: int  # in the file, a multiple of PAGE_BYTES
     padded_bytes: int  # in the file, a multiple of PAGE_BYTES
     fetched: "_Fetch | None" = None  # from fetch() to put() or release()
@@ -161,17 +157,15 @@ class NvmeStore:
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
     ) -> NvmeSlot:
         """A zero-filled slot, padded to 4096 bytes. keep: see [Note: Slots that stay in memory]. Raises ValueError if the disk is full."""
-        spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
-        padded = -(-spec.nbytes // PAGE_BYTES) * PAGE_BYTES
+        padded = -(-math.prod(shape) * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         with self._changed:
             assert not self._closed, "the store is closed"
             self.reserve(nbytes=self._file_bytes + padded)
             slot = NvmeSlot(
                 name=name,
-                shape=spec.shape,
+                shape=tuple(shape),
                 dtype=dtype,
                 category=category,
-                spec=spec,
                 offset=self._file_bytes,
                 padded_bytes=padded,
                 keep=keep,
@@ -231,7 +225,7 @@ class NvmeStore:
 
         Raises ValueError if `out` does not fit; `wait()` may raise DiskError.
         """
-        check_fits(out, spec=slot.spec, argument="out")
+        check_fits(out, slot=slot, argument="out")
         with self._changed:
             transfer = self._transfer(slot, direction=Direction.read, urgency=Urgency.awaited, memory=flat_bytes(out))
             if not self._read_from_memory(slot, transfer):
@@ -243,7 +237,7 @@ class NvmeStore:
 
         Raises ValueError if `value` does not fit; `wait()` may raise DiskError.
         """
-        check_fits(value, spec=slot.spec, argument="value")
+        check_fits(value, slot=slot, argument="value")
         with self._changed:
             fetched, transfer = slot.fetched, self._transfer(slot, direction=Direction.write, urgency=Urgency.write)
             if fetched is not None and fetched.is_value(value):
@@ -340,7 +334,7 @@ class NvmeStore:
             direction=direction,
             urgency=urgency,
             offset=slot.offset,
-            nbytes=slot.spec.nbytes,
+            nbytes=slot.nbytes,
             padded_bytes=slot.padded_bytes,
             memory=memory,
         )
@@ -431,8 +425,8 @@ class _Fetch:
     def wait(self) -> Tensor:
         """The slot's tensor, when it is in memory. Raises DiskError, PoolExhausted or StoreClosed."""
         self._store.wait_for(self.transfer)
-        spec = self.slot.spec
-        return self.memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        slot = self.slot
+        return self.memory[: slot.nbytes].view(slot.dtype).view(slot.shape)
 
     def is_value(self, value: Tensor) -> bool:
         """Whether `value` is the fetched tensor, or a reshape of it."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SlotSpec:
-    """Name, shape and dtype of a stored tensor. `category` is its line in the memory ledger."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class StoredSlot:
+    """A `ztk.core.runtime.store.Slot` of a store outside of the device. `category` is its line in the memory ledger."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,14 +25,14 @@ class SlotSpec:
         return self.numel * self.dtype.itemsize
 
 
-def check_fits(tensor: Tensor, *, spec: SlotSpec, argument: str) -> None:
+def check_fits(tensor: Tensor, *, slot: StoredSlot, argument: str) -> None:
     """Checks that `tensor` is contiguous and has the slot's dtype and number of elements, in any shape.
 
     argument: its name in the message. Raises ValueError if not.
     """
-    if tensor.numel() != spec.numel or tensor.dtype != spec.dtype or not tensor.is_contiguous():
+    if tensor.numel() != slot.numel or tensor.dtype != slot.dtype or not tensor.is_contiguous():
         raise ValueError(
-            f"slot {spec.name!r} holds {spec.numel} contiguous elements of {spec.dtype}, but {argument} has "
+            f"slot {slot.name!r} holds {slot.numel} contiguous elements of {slot.dtype}, but {argument} has "
             f"{tensor.numel()} of {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}"
         )
 
