@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.core.runtime.comm.gloo import GlooTransport
-from ztk.core.runtime.comm.transport import SeparateMemory, SingleRankTransport, Transport
+from ztk.core.runtime.comm.transport import SingleRankTransport, Transport
 
 
-class HostedGloo(SeparateMemory):
+class HostedGloo(Transport):
     """Gloo collectives for tensors on any device, through copies in main memory."""
 
     blocking = True

@@ -16,7 +16,7 @@ from ztk.core.runtime import MemoryLedger, Process
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.comm import Comm, CommMismatch, node
 from ztk.core.runtime.comm.gloo import GlooTransport
-from ztk.core.runtime.comm.transport import SeparateMemory
+from ztk.core.runtime.comm.transport import Transport
 from ztk.core.runtime.comm.watchdog import Watchdog
 from ztk.core.runtime.streams import use_api
 
@@ -106,7 +106,7 @@ def over_shared_memory(process: Process) -> None:
     process.comm.all_gather(torch.zeros(8), label=f"blocks.{process.rank}").wait()
 
 
-class Device(SeparateMemory):
+class Device(Transport):
     """A transport as NCCL's, and the `StreamApi` of a GPU that is far behind the host. asked: how often a collective or an event was asked
     whether it is over."""
 

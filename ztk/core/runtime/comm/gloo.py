@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.core.runtime.comm.errors import peer_errors
-from ztk.core.runtime.comm.transport import SeparateMemory, sum_in_rank_order
+from ztk.core.runtime.comm.transport import Transport, sum_in_rank_order
 
 
-class GlooTransport(SeparateMemory):
+class GlooTransport(Transport):
     """CPU tensors between machines (inside one machine `SharedMemoryTransport` is faster)."""
 
     blocking = True
@@ -60,6 +60,3 @@ class GlooTransport(SeparateMemory):
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
         with peer_errors(label):
             dist.recv(out.view(torch.uint8), group_src=source, group=self._group)
-
-    def close(self) -> None:
-        pass  # the group ends with torch.distributed

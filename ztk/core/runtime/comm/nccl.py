@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from ztk.core.runtime.comm.transport import SeparateMemory
+from ztk.core.runtime.comm.transport import Transport
 
 
-class NcclTransport(SeparateMemory):
+class NcclTransport(Transport):
     """Collectives return at once. `wait()` on the returned work orders the current stream after them.
 
     Tensors in host memory go over gloo (`connect.backend_of`); their `wait()` blocks the host.
@@ -38,7 +38,6 @@ class NcclTransport(SeparateMemory):
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
-        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         return dist.all_reduce(full, group=self._group, async_op=True)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:
@@ -57,6 +56,3 @@ class NcclTransport(SeparateMemory):
 
     def recv(self, out: Tensor, *, source: int, label: str) -> dist.Work:
         return dist.irecv(out, group_src=source, group=self._group)
-
-    def close(self) -> None:
-        pass

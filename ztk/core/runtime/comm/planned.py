@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.comm.comm import Comm, Work
-from ztk.core.runtime.comm.transport import SeparateMemory, SingleRankTransport
+from ztk.core.runtime.comm.transport import SingleRankTransport, Transport
 from ztk.core.runtime.planned import PLANNED, note_read
 
 Moved = Callable[[str, int], object]  # kind and bytes of the buffer -> the object that `Work.wait` waits for, or None
 
 
-class PlannedTransport(SeparateMemory):
+class PlannedTransport(Transport):
     """Moves nothing. Like NCCL it does not block, so collectives are issued from the training thread.
 
     moved: called for every operation with its kind and the bytes of its buffer. It returns an object with `wait()` and `is_completed()`, or
@@ -51,9 +51,6 @@ class PlannedTransport(SeparateMemory):
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
         """Takes no time: the arrival of a message depends on the sending rank, see `ztk.planner.pipeline`."""
-
-    def close(self) -> None:
-        pass
 
 
 class Letters:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.core.runtime.comm.node import NodeGroup
-from ztk.core.runtime.comm.transport import sum_in_rank_order
+from ztk.core.runtime.comm.transport import Transport, sum_in_rank_order
 
 SLOT_BYTES = 4 << 20  # two slots a rank: 8 MiB of shared memory each
 _HEADER_BYTES = 64  # of a chunk of unequal parts
 _PIECE_BYTES = 1 << 18  # of shared buffers at one time: a few of them stay in the second-level cache
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """See the module's docstring. Tensors are flat, contiguous, on the CPU."""
 
     blocking = True
@@ -77,8 +77,7 @@ class SharedMemoryTransport:
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str) -> None:
         if (buffers := self._buffers(full)) is None:
-            self.reduce_scatter(full, out=own, label=label)
-            self.all_gather(full, label=label)
+            super().all_reduce(full, own=own, label=label)
             return
         parts = [buffer.chunk(self._size)[self._rank] for buffer in buffers]
         others = [parts[peer] for peer in self._peers()]
@@ -87,10 +86,6 @@ class SharedMemoryTransport:
                 sum_in_rank_order([part[cut] for part in parts], out=own[cut])
                 for other in others:
                     other[cut].copy_(own[cut])
-
-    def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> None:
-        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
-        self.all_reduce(full, own=own, label=label)
 
     def all_gather(self, full: Tensor, *, label: str) -> None:
         if (buffers := self._buffers(full)) is not None:

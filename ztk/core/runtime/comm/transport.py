@@ -1,7 +1,6 @@
-"""Protocol that moves bytes between ranks, and the summation order of every CPU transport."""
+"""The base of all transports, which move bytes between ranks, and the summation order of every CPU transport."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from ztk.core.runtime.planned import place_of
 
 
-class Transport(Protocol):
+class Transport:
     """Moves flat contiguous tensors [n] of any dtype. Transports with `blocking` return when done; others return an object with `wait()`.
 
     `label` names the moved tensor in errors. checks_labels: ranks with different labels raise an error instead of hanging.
@@ -22,15 +21,17 @@ class Transport(Protocol):
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str): ...  # `out` may be the own slice of `full`
 
-    def all_reduce(self, full: Tensor, *, own: Tensor, label: str): ...  # in place; `own` is this rank's slice
+    def all_reduce(self, full: Tensor, *, own: Tensor, label: str):  # in place; `own` is this rank's slice
+        self.reduce_scatter(full, out=own, label=label)  # complete on return, unlike in `NcclTransport`
+        return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
         """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
-        ...
+        return self.all_reduce(full, own=own, label=label)
 
-    def empty(
-        self, numel: int, *, dtype: torch.dtype, label: str
-    ) -> Tensor | None: ...  # shared by all ranks, if possible
+    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None:
+        """A buffer [numel] that all ranks share, or None if they do not share memory."""
+        return None
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
 
@@ -44,28 +45,11 @@ class Transport(Protocol):
 
     def recv(self, out: Tensor, *, source: int, label: str): ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends connections of the transport's own."""
 
 
-class SeparateMemory:
-    """Shared methods of transports whose ranks do not share memory."""
-
-    reduce_scatter: Callable
-    all_gather: Callable
-
-    def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
-        self.reduce_scatter(full, out=own, label=label)  # complete on return, unlike in `NcclTransport`
-        return self.all_gather(full, label=label)
-
-    def all_sum(self, full: Tensor, *, own: Tensor, label: str):
-        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
-        return self.all_reduce(full, own=own, label=label)
-
-    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:
-        return None
-
-
-class SingleRankTransport(SeparateMemory):
+class SingleRankTransport(Transport):
     """The transport of a world of one: no operation moves anything.
 
     Raises:
@@ -98,9 +82,6 @@ class SingleRankTransport(SeparateMemory):
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
         raise ValueError(f"{label}: a world of one rank has no peer to receive from")
-
-    def close(self) -> None:
-        pass
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
