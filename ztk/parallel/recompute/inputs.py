@@ -139,10 +139,8 @@ class InputStore:
         """The tensor of `shape` whose flat part is `part`. Collective over the tensor-parallel ranks if inputs are partitioned."""
         if self._comm is None:
             return part.view(shape)
-        full = part.new_empty(part.numel() * self._comm.size)
-        full.chunk(self._comm.size)[self._comm.rank].copy_(part)
-        self._comm.all_gather(full, label="recompute input").wait()
-        return full[: shape.numel()].view(shape)
+        full = self._comm.gather(part, label="recompute input")
+        return full.view(-1)[: shape.numel()].view(shape)
 
     def _own_part(self, tensor: Tensor) -> Tensor:
         """`tensor`, flat, or this rank's part of it, padded to equal parts."""

@@ -144,15 +144,10 @@ class Parts:
         over the ranks. Without a context axis.
         """
         comm = self.heads
-
-        def gather(x: Tensor) -> Tensor:
-            parts = x.new_empty(comm.size, *x.shape)
-            parts[comm.rank] = x
-            comm.all_gather(parts.view(-1), label="outputs of sequences").wait()
-            return torch.cat(list(parts), dim=1)
-
         return through(
-            part, forward=gather, backward=lambda d_out: d_out.chunk(comm.size, dim=1)[comm.rank] * comm.size
+            part,
+            forward=lambda x: torch.cat(list(comm.gather(x, label="outputs of sequences")), dim=1),
+            backward=lambda d_out: d_out.chunk(comm.size, dim=1)[comm.rank] * comm.size,
         )
 
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:

@@ -73,9 +73,7 @@ def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
 def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
     """x [.., n, ..] of every rank -> [.., n * ranks, ..], concatenated along `dim` in rank order."""
-    parts = x.new_empty(comm.size, *x.shape)
-    parts[comm.rank].copy_(x.detach())
-    comm.all_gather(parts.view(-1), label=label).wait()
+    parts = comm.gather(x, label=label)
     if all(size == 1 for size in x.shape[:dim]):  # parts are adjacent already
         return parts.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return torch.cat(list(parts), dim=dim)
@@ -89,10 +87,8 @@ def scattered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
 def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
     """x [.., sizes[rank]] of every rank -> [.., sum(sizes)]."""
     padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - x.shape[-1]))
-    parts = padded.new_empty(comm.size, *padded.shape)
-    parts[comm.rank].copy_(padded)
-    comm.all_gather(parts.view(-1), label=label).wait()
-    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+    parts = zip(comm.gather(padded, label=label), sizes, strict=True)
+    return torch.cat([part[..., :size] for part, size in parts], dim=-1)
 
 
 def sum_out(x: Tensor, *, comm: Comm, label: str, in_place: bool = False) -> Tensor:

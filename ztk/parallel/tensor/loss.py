@@ -6,6 +6,8 @@ The backward needs no communication and writes over the logits: see `ztk.kernels
 dtype fp32.
 """
 
+import functools
+
 from torch import Tensor, nn
 
 from ztk.core.runtime import Comm
@@ -47,13 +49,7 @@ def vocabulary_parallel_cross_entropy(
         it may run once, and the logits must not be used otherwise.
     targets: int64 [N], columns of the full logits; rows with `ignore_index` do not count.
     """
-
-    def exchange(own: Tensor) -> Tensor:
-        statistics = own.new_empty(comm.size, *own.shape)
-        statistics[comm.rank] = own
-        comm.all_gather(statistics.view(-1), label="cross entropy").wait()
-        return statistics
-
+    exchange = functools.partial(comm.gather, label="cross entropy")
     return sharded_cross_entropy(
         logits, targets, first=first, exchange=exchange, ignore_index=ignore_index, z_loss=z_loss
     )

@@ -154,6 +154,13 @@ class Comm:
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
         return self._submit(f"all_gather {label}", full, lambda t, name: t.all_gather(full, label=name), after=after)
 
+    def gather(self, x: Tensor, *, label: str) -> Tensor:
+        """`x` of every rank, in rank order: [size, *x.shape], without a gradient. Waits."""
+        parts = x.new_empty(self.size, *x.shape)
+        parts[self.rank].copy_(x.detach())
+        self.all_gather(parts.view(-1), label=label).wait()
+        return parts
+
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Work:
         """`out` [n] = the sum over ranks of this rank's slice of `full` [size * n]. `out` may be that slice."""
         self._check(full)
