@@ -17,7 +17,7 @@ from ztk.nn.moe import Router, SparseMLP
 from ztk.parallel.moe import MoE, expert_metrics
 from ztk.parallel.moe.rows import gather_rows
 from ztk.parallel.pipeline import MicroBatch
-from ztk.train.engine.batches import train_batch
+from ztk.train.engine.batches import BatchEngine
 
 SINGLE_RANK = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu"))
 
@@ -92,7 +92,7 @@ def test_router_losses_have_the_weight_of_a_micro_batchs_tokens():
     layer = sparse(balance_loss_weight=0.3)
     x = torch.randn(11, CONFIG.dim)
 
-    class Engine:  # the attributes that `train_batch` reads
+    class Engine(BatchEngine):
         module, accumulation_steps = layer, 1
         backward, step = staticmethod(torch.Tensor.backward), staticmethod(lambda: None)
 
@@ -101,7 +101,7 @@ def test_router_losses_have_the_weight_of_a_micro_batchs_tokens():
 
     def gradient(**weights: float) -> torch.Tensor:
         layer.zero_grad()
-        train_batch(Engine(), micro_batches=[MicroBatch(args=(x,), **weights)])
+        Engine().train_batch([MicroBatch(args=(x,), **weights)])
         return layer.router.weight.grad
 
     full = gradient(weight=0.0, token_weight=1.0)

@@ -23,7 +23,7 @@ from ztk.core.runtime import Process
 from ztk.report import plot
 from ztk.rl.rollout import CachedRollouts
 from ztk.train.engine import Engine
-from ztk.train.engine.batches import train_batch
+from ztk.train.engine.batches import BatchEngine
 
 SMALL = (
     *("model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=64"),
@@ -160,15 +160,12 @@ class OneRank:
         return [value]
 
 
-class Batches:
+class Batches(BatchEngine):
     """The calls of an engine that are made of its others."""
 
     def compute(self, micro_batches):
         with torch.no_grad():
             return [batch.run(self) for batch in micro_batches]
-
-    def train_batch(self, micro_batches, *, before_step=None):
-        return train_batch(self, micro_batches=micro_batches, before_step=before_step)
 
 
 def digest_of(values: dict[str, torch.Tensor]) -> str:

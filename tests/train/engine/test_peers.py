@@ -95,7 +95,7 @@ def train(process: Process, *, kind: str, dtype: str = "fp32", clip: float = 0.5
             rates.append(metrics.lr)
     with engine.evaluating():
         losses.append(float(engine(tokens)))
-    source = engine if kind != "ztk" else engine.zero
+    source = engine.peer if kind != "ztk" else engine.zero
     return {
         "losses": torch.tensor(losses),
         "norms": torch.tensor(norms),
@@ -223,7 +223,7 @@ def from_real_values(process: Process, *, kind: str) -> Tensor:
     """Ranks whose models differ train rank 0's."""
     torch.manual_seed(process.rank)
     engine = parallelize_peer(Model(), kind=kind, process=process, optimizer=OptimizerPolicy())
-    with engine.gathered():
+    with engine.peer.gathered():
         return engine.module.head.weight.detach().clone()
 
 

@@ -1,7 +1,7 @@
 """Whole-batch calls on top of an engine's forward, backward and step. Losses have the model's output dtype."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 
 import torch
@@ -21,25 +21,6 @@ def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
     return taken
 
 
-def train_batch(engine, *, micro_batches: Iterable, before_step: Callable[[], None] | None = None) -> Tensor:
-    """Runs one optimizer step of `engine`. Returns this replica's mean loss over the micro-batches, a scalar on the device.
-
-    before_step: called between the last backward and the optimizer's step.
-    """
-    losses: list[Tensor] = []
-    for batch in take(micro_batches, count=engine.accumulation_steps):
-        with weighing(
-            engine.module, weight=batch.router_weight
-        ):  # includes the backward, which may recompute the forward
-            loss = batch.weigh(batch.run(engine))
-            engine.backward(loss)
-        losses.append(loss.detach())
-        if before_step is not None and len(losses) == engine.accumulation_steps:
-            before_step()
-        engine.step()
-    return torch.stack(losses).mean()
-
-
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
@@ -53,21 +34,56 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
-    """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
-    with engine.evaluating():
-        return torch.stack(list(_losses(engine, micro_batches=micro_batches))).mean()
+class BatchEngine:
+    """Whole-batch calls on top of an engine's forward (`__call__`), `backward` and `step`, which a subclass defines."""
 
+    module: nn.Module
+    accumulation_steps: int
+    backward: Callable
+    step: Callable
+    _synchronise = True
 
-def eval_losses(engine, *, micro_batches: Iterable) -> Tensor:
-    """Returns the loss of each of `micro_batches`, [n] on the device, as `eval_batch` computes it.
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally instead of reducing them. At stages 2 and 3 this needs memory for full gradients."""
+        self._synchronise, before = False, self._synchronise
+        try:
+            yield
+        finally:
+            self._synchronise = before
 
-    All micro-batches share one gather of the parameters.
-    """
-    with engine.evaluating(), engine.zero.gathering.keep_unsharded():
-        return torch.stack(list(_losses(engine, micro_batches=micro_batches)))
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
+        return in_eval_mode(self.module)
 
+    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
+        """Runs one optimizer step over the next `accumulation_steps` micro-batches.
 
-def _losses(engine, *, micro_batches: Iterable) -> Iterator[Tensor]:
-    for batch in map(MicroBatch.of, micro_batches):
-        yield batch.weigh(batch.run(engine))
+        Returns this replica's mean loss, a scalar on the device.
+
+        A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`. The module must return its
+        loss.
+
+        before_step: called between the last backward and the optimizer's step.
+        """
+        losses: list[Tensor] = []
+        for batch in take(micro_batches, count=self.accumulation_steps):
+            with weighing(
+                self.module, weight=batch.router_weight
+            ):  # includes the backward, which may recompute the forward
+                loss = batch.weigh(batch.run(self))
+                self.backward(loss)
+            losses.append(loss.detach())
+            if before_step is not None and len(losses) == self.accumulation_steps:
+                before_step()
+            self.step()
+        return torch.stack(losses).mean()
+
+    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+        """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
+        with self.evaluating():
+            return self._losses(micro_batches).mean()
+
+    def _losses(self, micro_batches: Iterable) -> Tensor:
+        """The loss of each of `micro_batches`: [n] on the device."""
+        return torch.stack([batch.weigh(batch.run(self)) for batch in map(MicroBatch.of, micro_batches)])

@@ -4,7 +4,7 @@ Losses have the model's output dtype.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ztk.kernels import State
 from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parallel.pipeline.layers import MicroBatch
-from ztk.train.engine.batches import eval_batch, eval_losses, in_eval_mode, train_batch
+from ztk.train.engine.batches import BatchEngine
 from ztk.train.engine.control import StepControl, StepMetrics
 from ztk.train.engine.overflow import OverflowGuard
 from ztk.zero.parameters.partitioned import ZeroInitContext
@@ -25,7 +25,7 @@ from ztk.zero.reduction import Backward
 from ztk.zero.zero import Zero
 
 
-class Engine:
+class Engine(BatchEngine):
     """Trains `module`: call it, then `backward(loss)` and `step()`, for every micro-batch. Built by `ztk.parallelize`.
 
     memory, clock, comm, io: counters for reports and tests.
@@ -53,7 +53,6 @@ class Engine:
         self.micro_steps = 0  # backward passes followed by `step`
         self.global_steps = 0  # optimizer steps, including skipped ones
         self._boundary: bool | None = None
-        self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
         if self._scales_loss:
             zero.reduction.require_scaled_loss()
@@ -122,15 +121,6 @@ class Engine:
     def synchronises(self) -> bool:
         """False inside `no_sync`."""
         return self._synchronise
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally instead of reducing them. At stages 2 and 3 this needs memory for full gradients."""
-        self._synchronise, before = False, self._synchronise
-        try:
-            yield
-        finally:
-            self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss, a scalar, times the loss scale: for `engine.scale(loss).backward()`.
@@ -242,33 +232,14 @@ class Engine:
         with torch.no_grad():
             return [batch.run(self) for batch in map(MicroBatch.of, micro_batches)]
 
-    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
-        """Runs one optimizer step over the next `accumulation_steps` micro-batches.
-
-        Returns this replica's mean loss, a scalar on the device.
-
-        A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`. The module must return its
-        loss.
-
-        before_step: called between the last backward and the optimizer's step.
-        """
-        return train_batch(self, micro_batches=micro_batches, before_step=before_step)
-
-    def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
-        return eval_batch(self, micro_batches=micro_batches)
-
     def eval_losses(self, micro_batches: Iterable) -> Tensor:
         """Returns the loss of each of `micro_batches`, without gradients and in eval mode: [n] on the device. A collective call.
 
         Needs at least one micro-batch, and the same number on every rank. With sequence parallelism, each rank has a part of the loss,
         and the mean over the ranks is the loss. On pipeline ranks without the last stage, the losses are zeros.
         """
-        return eval_losses(self, micro_batches=micro_batches)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
-        return in_eval_mode(self.module)
+        with self.evaluating(), self.zero.gathering.keep_unsharded():  # one gather of the parameters for all
+            return self._losses(micro_batches)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ class OverflowGuard:
                     f"step {step - 1}, the last one: its gradient is not finite and changed nothing"
                 )
 
-    def _judge(self, overflow_status: Tensor, *, step: int, late: bool = False) -> None:
+    def _judge(self, overflow_status: Tensor, *, step: int) -> None:
         if overflow_status.is_meta or not self._control.is_unrecoverable(
             overflow_status
         ):  # meta tensors of a plan have no values

@@ -1,7 +1,6 @@
 """The engine's interface on top of torch's data parallelism. Losses and parameters have the model's compute dtype."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ztk.core.runtime import MemoryLedger, PhaseClock, Process, Tier
 from ztk.core.runtime.io import IoCounters
-from ztk.train.engine.batches import eval_batch, in_eval_mode, train_batch
+from ztk.train.engine.batches import BatchEngine
 from ztk.train.engine.control import StepMetrics
 from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traffic
 
 
-class PeerEngine:
+class PeerEngine(BatchEngine):
     """Trains `module` with torch and the interface of `ztk.train.engine.Engine`; built by `parallelize_peer`.
 
     memory: bytes of this rank's tensors after every step. Buffers that torch allocates temporarily are not included.
@@ -45,7 +44,6 @@ class PeerEngine:
         self.global_steps = 0
         self.optimizer, self._schedule, self._scaler, self._clip = optimizer, schedule, scaler, clip_grad_norm
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._synchronise = True
         self._fresh = True  # whether the next backward starts a step
         self._norm: Tensor | None = None
         self._lr, self._skipped, self._skipped_total = 0.0, False, 0
@@ -67,15 +65,6 @@ class PeerEngine:
     @property
     def _reduces(self) -> bool:
         return self._synchronise and (self.peer.reduces_every_backward or self.is_accumulation_boundary)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally. Must enclose forward and backward."""
-        self._synchronise, before = False, self._synchronise
-        try:
-            yield
-        finally:
-            self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss, a scalar, divided by the number of micro-batches and times the loss scale: for
@@ -107,14 +96,6 @@ class PeerEngine:
         self._fresh = True
         self._book()
         return True
-
-    def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """Runs one optimizer step over the next `accumulation_steps` micro-batches. Returns this rank's mean loss, a scalar."""
-        return train_batch(self, micro_batches=micro_batches)
-
-    def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """Returns this rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
-        return eval_batch(self, micro_batches=micro_batches)
 
     def _update(self) -> bool:
         """Unscales, clips, updates and advances the learning rate. Returns False if the scaler skipped the step."""
@@ -154,10 +135,6 @@ class PeerEngine:
         """Returns no metrics: peers train dense models only."""
         return {}
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Disables gradients and sets eval mode; restores both on exit."""
-        return in_eval_mode(self.module)
-
     def close(self) -> None:
         """Does nothing; present for the interface of `Engine`."""
 
@@ -165,14 +142,6 @@ class PeerEngine:
     def num_parameters(self) -> int:
         """Number of elements of the model, including frozen parameters."""
         return sum(parameter.numel() for parameter in self.module.parameters())
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Gathers all parameters inside. A collective call."""
-        return self.peer.gathered()
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full parameter) one at a time. A collective call: every rank must iterate to the end."""
-        return self.peer.full_parameters()
 
     def _count(self, traffic: Iterable[Traffic]) -> None:
         for item in traffic:
