@@ -8,7 +8,7 @@ Received tensors have the dtype of the sent ones.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -32,7 +32,7 @@ class TensorKind:
 
 
 class Incoming:
-    """Nested tensors of any shapes that are being received."""
+    """Nested tensors of any shapes that are being received: an activation, or the list of its gradients."""
 
     def __init__(self, form: Carry, *, tensors: list[Tensor], works: list[Work]) -> None:
         self._form, self._tensors, self._works = form, tensors, works
@@ -46,18 +46,6 @@ class Incoming:
             lambda leaf: next(tensors).requires_grad_(leaf.needs_gradient) if isinstance(leaf, TensorKind) else leaf,
             self._form,
         )
-
-
-class IncomingGradients:
-    """Gradients that are being received, in the order and shapes of the tensors that they belong to."""
-
-    def __init__(self, *, tensors: list[Tensor], works: list[Work]) -> None:
-        self._tensors, self._works = tensors, works
-
-    def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
-        return self._tensors
 
 
 class Wire:
@@ -119,26 +107,23 @@ class Wire:
         key = (stage, self._is_training, self._keys[micro_batch])
         if self._dynamic or key not in self._known:
             self._known[key] = self._comm.recv_object(source=source, label=f"shapes {stage - 1}")
-        form = self._known[key]
-        kinds = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, TensorKind)]
-        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device) for kind in kinds]
-        label = f"activation {stage - 1}.{micro_batch}"
-        works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
-        return Incoming(form, tensors=tensors, works=works)
+        return self._receive(self._known[key], source=source, label=f"activation {stage - 1}.{micro_batch}")
 
     def send_gradients(self, gradients: list[Tensor], *, stage: int, to: int, micro_batch: int) -> None:
         """Sends the gradients of the input of `stage`, in its shapes."""
         for gradient in gradients:
             self._send(gradient, to=to, label=f"gradient {stage}.{micro_batch}")
 
-    def receive_gradients(
-        self, like: list[TensorKind], *, stage: int, source: int, micro_batch: int
-    ) -> IncomingGradients:
+    def receive_gradients(self, like: list[TensorKind], *, stage: int, source: int, micro_batch: int) -> Incoming:
         """Starts receiving the gradients of the output of `stage`, whose tensors are `like`."""
-        tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._comm.device) for t in like]
-        label = f"gradient {stage + 1}.{micro_batch}"
+        form = [replace(kind, needs_gradient=False) for kind in like]
+        return self._receive(form, source=source, label=f"gradient {stage + 1}.{micro_batch}")
+
+    def _receive(self, form: Carry, *, source: int, label: str) -> Incoming:
+        kinds = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, TensorKind)]
+        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._comm.device) for kind in kinds]
         works = [self._comm.recv(tensor, source=source, label=label) for tensor in tensors]
-        return IncomingGradients(tensors=tensors, works=works)
+        return Incoming(form, tensors=tensors, works=works)
 
     def spread(self, carry: Carry, *, source: int) -> Carry:
         """Broadcasts `carry` of pipeline rank `source`. A collective call."""

@@ -20,7 +20,7 @@ from ztk.nn.deferred import DeferredGradients
 from ztk.parallel.pipeline import Action, Interval, Kind, Schedule, Timeline, make_inference_schedule, make_schedule
 from ztk.parallel.pipeline.layers import Carry, MicroBatch
 from ztk.parallel.pipeline.stages import Stages
-from ztk.parallel.pipeline.wire import Incoming, IncomingGradients, TensorKind, Wire, kinds_of, needs_gradient
+from ztk.parallel.pipeline.wire import Incoming, TensorKind, Wire, kinds_of, needs_gradient
 from ztk.train.engine.batches import take
 from ztk.train.engine.engine import Engine
 from ztk.zero.buckets.bucket import Bucket
@@ -249,7 +249,7 @@ class PipelineRun:
         self._arriving: dict[tuple[int, int], Incoming] = {}
         self._leaving: dict[tuple[int, int], Carry] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._arriving_gradients: dict[tuple[int, int], IncomingGradients] = {}
+        self._arriving_gradients: dict[tuple[int, int], Incoming] = {}
         self._leaving_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._deferred: dict[tuple[int, int], list] = {}
 
@@ -337,7 +337,7 @@ class PipelineRun:
             yield
         self.intervals.append(Interval(rank=self._rank, action=action, start=start, stop=self._engine.now()))
 
-    def _wait(self, arriving: Incoming | IncomingGradients):
+    def _wait(self, arriving: Incoming):
         with self._engine.clock.phase("bubble"):
             return arriving.wait()
 
