@@ -15,7 +15,7 @@ from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
-from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_multiplied, count_parameters, drop_modules
+from ztk.parallel.pipeline.layers import BuiltLayers, Carry, MicroBatch
 
 # The decoder's children other than its list of layers, by purpose. Models with other children are refused.
 _TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
@@ -25,7 +25,7 @@ _AFTER = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 _LISTS = ("layers", "h", "blocks")
 
 
-class CausalLayers:
+class CausalLayers(BuiltLayers):
     """See `LayeredModel`. A tied embedding also exists on the head's stage, under the embedding's name."""
 
     def __init__(self, model: Any) -> None:
@@ -47,19 +47,17 @@ class CausalLayers:
             last.append(first[0])
         blocks = [f"{prefix}.{self._list}.{number}" for number in range(len(self._blocks))]
         self.layers = [
-            self._layer("embedding", modules=tuple(first)),
-            *(self._layer(name, modules=(name,)) for name in blocks),
-            self._layer("head", modules=tuple(last)),
+            self.layer(name, modules=modules, run=self._runner(name))
+            for name, modules in (
+                ("embedding", tuple(first)),
+                *((name, (name,)) for name in blocks),
+                ("head", tuple(last)),
+            )
         ]
         self._check_parameters()
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
-
     def keep(self, own: Collection[int]) -> None:
-        needed = {path for index in own for path in self.layers[index].modules}
-        known = dict.fromkeys(path for layer in self.layers for path in layer.modules)
-        drop_modules(self.module, paths=[path for path in known if path not in needed])
+        super().keep(own)
         self._blocks = [block if index + 1 in own else None for index, block in enumerate(self._blocks)]
 
     def run_layers(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
@@ -101,18 +99,6 @@ class CausalLayers:
         finally:
             for name in hidden:
                 del self._decoder.__dict__[name]
-
-    def _layer(self, name: str, *, modules: tuple[str, ...]) -> Layer:
-        found = [self.module.get_submodule(path) for path in modules]
-        run = self._runner(name)
-        return Layer(
-            name=name,
-            kind=type(found[0]).__name__,
-            modules=modules,
-            num_parameters=count_parameters(*found),
-            num_multiplied=count_multiplied(*found),
-            run=run,
-        )
 
     def _runner(self, name: str) -> Callable[[Carry, MicroBatch], Carry]:
         def run(carry: Carry, batch: MicroBatch) -> Carry:

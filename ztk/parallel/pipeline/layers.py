@@ -87,6 +87,35 @@ class LayeredModel(Protocol):
         """Drops modules that only layers outside `own` need. Parameters keep their names."""
 
 
+class BuiltLayers:
+    """A `LayeredModel` whose modules exist before it is cut."""
+
+    module: nn.Module
+    layers: list[Layer]
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def keep(self, own: Collection[int]) -> None:
+        needed = {path for index in own for path in self.layers[index].modules}
+        known = dict.fromkeys(path for layer in self.layers for path in layer.modules)
+        drop_modules(self.module, paths=[path for path in known if path not in needed])
+
+    def layer(
+        self, name: str, *, modules: tuple[str, ...], run: Callable[[Carry, MicroBatch], Carry], named_by: int = 0
+    ) -> Layer:
+        """Describes a layer by its modules. named_by: the number of the module whose class is the layer's kind."""
+        found = [self.module.get_submodule(path) for path in modules]
+        return Layer(
+            name=name,
+            kind=type(found[named_by]).__name__,
+            modules=modules,
+            num_parameters=count_parameters(*found),
+            num_multiplied=count_multiplied(*found),
+            run=run,
+        )
+
+
 def drop_modules(model: nn.Module, *, paths: Collection[str]) -> None:
     """Removes the modules `paths` from `model`. The other elements of a container keep their numbers; an attribute becomes None."""
     for path in paths:
