@@ -31,6 +31,9 @@ class LoadSums:
     assigned: Tensor
     totals: Tensor
 
+    def __add__(self, other: "LoadSums") -> "LoadSums":
+        return LoadSums(assigned=self.assigned + other.assigned, totals=self.totals + other.totals)
+
 
 class ExpertLoad:
     """Sums a layer's metrics on the device. Nothing waits for the device until they are read."""
@@ -53,9 +56,7 @@ class ExpertLoad:
         parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
         totals = torch.stack([*parts, zero + 1]) * weight
         sums = LoadSums(assigned=counts.double(), totals=totals)
-        if self._sums is not None:
-            sums = LoadSums(assigned=sums.assigned + self._sums.assigned, totals=sums.totals + self._sums.totals)
-        self._sums = sums
+        self._sums = sums if self._sums is None else sums + self._sums
 
     def take(self) -> LoadSums | None:
         """Returns the sums and resets them; None if there was no forward."""
@@ -102,6 +103,13 @@ def weighing(model: nn.Module, *, weight: float) -> Iterator[None]:
     finally:
         for module in losses:
             module.weight = 1.0
+
+
+def scale_router_losses(model: nn.Module, *, loss_scale: Tensor) -> None:
+    """Scales router losses like the model's loss, by a float32 device scalar that may change."""
+    for module in model.modules():
+        if isinstance(module, RouterLosses):
+            module.loss_scale = loss_scale
 
 
 class _Attach(torch.autograd.Function):

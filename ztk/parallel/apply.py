@@ -22,11 +22,12 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.host_memory import keep_freed_memory, return_freed_memory
 from ztk.core.runtime.part import InitialValues, Part, values_of_parts
 from ztk.core.runtime.planned import is_planned
+from ztk.nn.balance import scale_router_losses
 from ztk.nn.float8 import check_parts, use_float8
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
-from ztk.parallel.moe import metrics_of_experts, scale_router_losses, shard_experts
+from ztk.parallel.moe import metrics_of_experts, shard_experts
 from ztk.parallel.parallel_plan import Plan, check_states
 from ztk.parallel.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.parallel.pipeline.stages import layered, mark_copies, share_values, split

@@ -7,7 +7,7 @@ from ztk.core.runtime import Comm
 from ztk.core.runtime.comm.transport import SingleRankTransport
 from ztk.kernels import moe_slots
 from ztk.parallel.moe.all_to_all import AsyncAllToAll
-from ztk.parallel.moe.rows import gather_rows
+from ztk.parallel.moe.exchange import gather_rows
 
 SINGLE_RANK = Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu"))
 

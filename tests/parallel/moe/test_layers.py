@@ -15,7 +15,7 @@ from ztk.nn import DecoderConfig
 from ztk.nn.mlp import SwiGLU
 from ztk.nn.moe import Router, SparseMLP
 from ztk.parallel.moe import MoE, expert_metrics
-from ztk.parallel.moe.rows import gather_rows
+from ztk.parallel.moe.exchange import gather_rows
 from ztk.parallel.pipeline import MicroBatch
 from ztk.train.engine.batches import BatchEngine
 

@@ -13,7 +13,7 @@ from ztk.core.runtime.seed import generator
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.apply import parallelize
 from ztk.parallel.tensor import TensorPlan, TensorPolicy
-from ztk.parallel.tensor.split import part_range
+from ztk.parallel.tensor.shard import part_range
 
 RELATIVE = 1e-5  # see test_layouts.py
 TENSOR2 = Topology(tensor=2)

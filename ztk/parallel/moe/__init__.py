@@ -9,7 +9,6 @@ from ztk.parallel.moe.groups import (
     split_params_into_shared_and_expert_params,
 )
 from ztk.parallel.moe.layer import MoE
-from ztk.parallel.moe.losses import scale_router_losses
 from ztk.parallel.moe.metrics import expert_metrics, metrics_of_experts
 from ztk.parallel.moe.shard import expert_layers, shard_experts
 
@@ -22,7 +21,6 @@ __all__ = [
     "is_moe_param",
     "is_moe_param_group",
     "metrics_of_experts",
-    "scale_router_losses",
     "shard_experts",
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",

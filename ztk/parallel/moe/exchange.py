@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ztk.core.runtime import Comm, Mesh
 from ztk.core.runtime.planned import is_planned, note_read
 from ztk.core.runtime.streams import Reading
 from ztk.kernels import Routing, Slots, moe_slots
+from ztk.kernels.ops.moe_combine import combine
 from ztk.parallel.moe.all_to_all import AsyncAllToAll
-from ztk.parallel.moe.rows import gather_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,3 +141,25 @@ class PlanUnderWay:
         expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
         slots = moe_slots(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
         return DispatchPlan(send=send, receive=receive, slots=slots)
+
+
+def gather_rows(x: Tensor, *, order: Tensor, position: Tensor) -> Tensor:
+    """Rows in the order of slots, differentiable without atomics: x [T, C] -> [S, C].
+
+    Slot s is row order[s] // k, with `order` [S] and `position` [T, k] of `ztk.kernels.Slots`. A row's gradient is the sum of its slots'
+    gradients, in the order of choices.
+    """
+    return _GatherRows.apply(x, order, position)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(position)
+        return x.index_select(0, order // position.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_rows: Tensor) -> tuple[Tensor, None, None]:
+        (position,) = ctx.saved_tensors
+        return combine(d_rows.contiguous(), None, position), None, None

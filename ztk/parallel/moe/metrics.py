@@ -2,21 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ztk.core.runtime import Comm, Mesh
-from ztk.nn.balance import ExpertLoad
+from ztk.nn.balance import ExpertLoad, LoadSums
 from ztk.nn.moe import SparseMLP
 from ztk.parallel.moe.layer import MoE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    assigned: torch.Tensor  # float64 [E]
-    totals: torch.Tensor  # float64 [4]: dropped, balance losses, z-losses, forwards
 
 
 def metrics_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
@@ -38,12 +31,12 @@ def expert_metrics(model: nn.Module, *, comm: Comm) -> dict[str, object]:
     """
     taken = {name: load.take() for name, load in _loads(model)}
     own = {name: (sums.assigned.tolist(), sums.totals.tolist()) for name, sums in taken.items() if sums is not None}
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, LoadSums] = {}
     for everyone in comm.gather_objects(own):
         for name, (assigned, totals) in everyone.items():
-            more = _Layer(assigned=torch.tensor(assigned).double(), totals=torch.tensor(totals).double())
+            more = LoadSums(assigned=torch.tensor(assigned).double(), totals=torch.tensor(totals).double())
             before = layers.get(name)
-            layers[name] = more if before is None else _sum(before, more=more)
+            layers[name] = more if before is None else before + more
     if not layers:
         return {}
     dropped, balance, z, forwards = torch.stack([layer.totals for layer in layers.values()]).unbind(1)
@@ -65,7 +58,3 @@ def _loads(model: nn.Module):
         if isinstance(module, SparseMLP | MoE):
             load: ExpertLoad = module.load
             yield name, load
-
-
-def _sum(before: _Layer, *, more: _Layer) -> _Layer:
-    return _Layer(assigned=before.assigned + more.assigned, totals=before.totals + more.totals)

@@ -18,9 +18,7 @@ from ztk.parallel.tensor.derived import is_conv1d
 from ztk.parallel.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
 from ztk.parallel.tensor.layers import TensorAxis
 from ztk.parallel.tensor.loss import VocabularyParallelLoss
-from ztk.parallel.tensor.policy import TensorPolicy
-from ztk.parallel.tensor.rules import Style, TensorRule
-from ztk.parallel.tensor.split import part_range
+from ztk.parallel.tensor.rules import Style, TensorPolicy, TensorRule
 from ztk.parallel.tensor.tensor_plan import TensorPlan, plan_of
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"
@@ -258,3 +256,16 @@ def _summing(comm: Comm, *, name: str) -> Callable[[Tensor], Tensor]:
         return collectives.summed(gradient, comm=comm, label=f"gradient of {name}")
 
     return summed
+
+
+def part_range(size: int, *, part: int, parts: int, grain: int = 1) -> range:
+    """The range of part number `part` when `size` elements are cut into `parts` ranges of complete grains. Larger ranges come first.
+
+    Raises ValueError if `size` is not a multiple of `grain`, or if a part would be empty.
+    """
+    units, rest = divmod(size, grain)
+    if rest or units < parts:
+        raise ValueError(f"{size} elements in grains of {grain} cannot be cut into {parts} parts")
+    base, larger = divmod(units, parts)
+    start = part * base + min(part, larger)
+    return range(start * grain, (start + base + (part < larger)) * grain)
