@@ -95,7 +95,7 @@ def test_many_ranks_at_once_get_one_file(text, tmp_path):
         results = pool.map(_open_in_process, arguments, chunksize=1)
     assert len(set(results)) == 1
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
-    assert not list((tmp_path / "cache").glob("*.tmp"))
+    assert not list((tmp_path / "cache").glob("*.building"))
 
 
 def test_interrupted_packing_leaves_nothing_that_looks_finished(text, tmp_path, monkeypatch):

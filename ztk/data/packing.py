@@ -1,15 +1,15 @@
 """Packs files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
 
 The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new file. The ranks of a
-machine share it: the first one packs under a lock, and the others wait and then map the same pages.
+machine share it: the first one packs, and the others wait and then map the same pages.
 """
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ztk.data.cache import built_once, cache_folder
 from ztk.data.sources import SourceFile
 
 DIGEST_BYTES = 16
@@ -28,41 +28,18 @@ def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float)
 
     Raises ValueError if the folder cannot be written.
     """
-    folder = cache_folder(cache_dir)
     listing = "\n".join(f"{file.path.absolute()}\t{file.size}\t{file.modified}" for file in files)
     key = hashlib.blake2b(f"{_FORMAT} {_PERIOD} {share}\n{listing}".encode(), digest_size=12).hexdigest()
-    packed = folder / f"corpus-{key}.bin"
-    if not packed.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _pack_once(files, packed=packed, share=share)
-        except OSError as error:
-            raise ValueError(
-                f"the packed text cannot be written to {folder} ({error.strerror}); set XDG_CACHE_HOME to a folder "
-                "that you may write to, on a disk with space"
-            ) from error
-    return packed
+    packed = cache_folder(cache_dir) / f"corpus-{key}.bin"
+    return built_once(packed, build=lambda unfinished: _pack(files, target=unfinished, share=share))
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """Returns the folder for packed and tokenised text: `cache_dir`, else ztk below $XDG_CACHE_HOME or ~/.cache."""
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ztk"
-
-
-def _pack_once(files: list[SourceFile], *, packed: Path, share: float) -> None:
-    """Packs under a lock into a temporary file and renames it, so that `packed` is complete whenever it exists."""
-    with open(packed.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends
-        if packed.exists():
-            return
-        unfinished = packed.with_suffix(".tmp")
-        try:
-            _write(files, target=unfinished, share=share)
-            os.replace(unfinished, packed)
-        finally:
-            unfinished.unlink(missing_ok=True)
+def _pack(files: list[SourceFile], *, target: Path, share: float) -> None:
+    try:
+        _write(files, target=target, share=share)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def _write(files: list[SourceFile], *, target: Path, share: float) -> None:
@@ -88,7 +65,7 @@ def _periods(files: list[SourceFile]) -> Iterator[bytes]:
     pending = bytearray()
     for file in files:
         left = file.size
-        with _opened(file) as source:
+        with file.opened() as source:
             while left:
                 piece = source.read(min(left, _PERIOD))
                 if not piece:
@@ -102,12 +79,3 @@ def _periods(files: list[SourceFile]) -> Iterator[bytes]:
                     del pending[:_PERIOD]
     if pending:
         yield bytes(pending)
-
-
-def _opened(file: SourceFile):
-    try:
-        return open(file.path, "rb")
-    except OSError as error:
-        raise ValueError(
-            f"data.path={file.path}: cannot be read ({error.strerror}); grant access or leave it out"
-        ) from error

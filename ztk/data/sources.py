@@ -1,11 +1,13 @@
 """Lists the files of a corpus: the user's, by default the standard library's source."""
 
+import contextlib
 import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 # Excluded because installed packages differ between machines, and the tests are larger than the library itself.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -20,6 +22,17 @@ class SourceFile:
     path: Path
     size: int  # bytes
     modified: int  # nanoseconds since 1970
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """The file to be read in the block. Raises ValueError if it cannot be read."""
+        try:
+            with open(self.path, "rb") as source:
+                yield source
+        except OSError as error:
+            raise ValueError(
+                f"data.path={self.path}: cannot be read ({error.strerror}); grant access or leave it out"
+            ) from error
 
     def has_changed(self) -> bool:
         """Whether size or modification time differ from the listing."""

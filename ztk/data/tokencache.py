@@ -12,7 +12,6 @@ side, whatever files they are in. If no document has such a hash, the one with t
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -27,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ztk.core.policies.text import COLUMNS, COMPRESSED
+from ztk.data.cache import built_once, cache_folder, writing
 from ztk.data.documents import Document, Fault, read_documents
 from ztk.data.mapping import mapped
-from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile
 
 _FORMAT = 1  # part of the name: increase it when the layout or the tokens change
@@ -187,15 +186,12 @@ def open_part(
     options = f"{_FORMAT} {policy.field} {policy.skips} {policy.share}"
     named = f"{options}\n{content_of(files, cache_dir=cache_dir)}\n{tokenizer.digest}"
     digest = hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
-    folder = cache_folder(cache_dir) / f"tokens-{digest}"
-    if not (folder / "meta.json").is_file():
-        with locked(folder.with_suffix(".lock")):
-            if not (folder / "meta.json").is_file():
-                builder = _Builder(
-                    files, tokenizer=tokenizer, policy=policy, folder=folder.with_suffix(".building"), progress=progress
-                )
-                builder.build()
-                os.replace(builder.folder, folder)
+    folder = built_once(
+        cache_folder(cache_dir) / f"tokens-{digest}",
+        build=lambda unfinished: _Builder(
+            files, tokenizer=tokenizer, policy=policy, folder=unfinished, progress=progress
+        ).build(),
+    )
     counts = Counts(**json.loads((folder / "meta.json").read_text(encoding="utf-8")))
     kind = _dtype(tokenizer.vocab_size)
     return TokenPart(
@@ -204,21 +200,6 @@ def open_part(
         counts=counts,
         digest=digest,
     )
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the system releases with the process. Raises ValueError if its folder cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-    except OSError as error:
-        raise ValueError(
-            f"the tokens cannot be written to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a folder that you may write to, on a "
-            "disk with space"
-        ) from error
 
 
 class _Builder:
@@ -399,22 +380,12 @@ def _content(file: SourceFile, *, folder: Path) -> bytes:
     with contextlib.suppress(OSError):
         if len(found := kept.read_bytes()) == _CONTENT_BYTES:
             return found
-    try:
-        with open(file.path, "rb") as source:
-            digest = hashlib.file_digest(source, lambda: hashlib.blake2b(digest_size=_CONTENT_BYTES)).digest()
-    except OSError as error:
-        raise ValueError(
-            f"data.path={file.path}: cannot be read ({error.strerror}); grant access or leave it out"
-        ) from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with file.opened() as source:
+        digest = hashlib.file_digest(source, lambda: hashlib.blake2b(digest_size=_CONTENT_BYTES)).digest()
+    with writing(folder):
         own = kept.with_suffix(f".{os.getpid()}")
         own.write_bytes(digest)
         os.replace(own, kept)
-    except OSError as error:
-        raise ValueError(
-            f"the tokens cannot be written to {folder} ({error.strerror}); set XDG_CACHE_HOME to a folder that you may write to"
-        ) from error
     return digest
 
 

@@ -1,19 +1,17 @@
 """Opens the documents of a run as tokens: training streams, held-out batches and bytes per token."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
+from ztk.data.cache import built_once, cache_folder
 from ztk.data.mixture import MixedStream, held_out_picks, mixed_held_out_batches
-from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile, named_files, standard_library
 from ztk.data.stream import Batch, Share, Stream, TokenStream
 from ztk.data.subword import SubwordTokenizer
-from ztk.data.tokencache import OnProgress, ReadPolicy, TokenPart, content_of, locked, open_part, training_texts
+from ztk.data.tokencache import OnProgress, ReadPolicy, TokenPart, content_of, open_part, training_texts
 from ztk.data.tokenizer import ByteTokenizer
 
 BYTES, TRAIN = "bytes", "train"
@@ -148,11 +146,10 @@ def _tokenizer(policy: TextPolicy, *, sources: Sequence[Sequence[SourceFile]]) -
     for files in sources:
         digest.update(content_of(files, cache_dir=policy.cache_dir).encode())
     folder = cache_folder(policy.cache_dir) / f"tokenizer-{digest.hexdigest()}"
-    if not folder.is_dir():
-        with locked(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                texts = (text for files in sources for text in training_texts(files, policy=read))
-                unfinished = folder.with_suffix(".building")
-                SubwordTokenizer.train(texts, vocab_size=policy.vocab_size, folder=unfinished)
-                os.replace(unfinished, folder)
-    return SubwordTokenizer.open(Path(folder))
+    texts = (text for files in sources for text in training_texts(files, policy=read))
+    return SubwordTokenizer.open(
+        built_once(
+            folder,
+            build=lambda unfinished: SubwordTokenizer.train(texts, vocab_size=policy.vocab_size, folder=unfinished),
+        )
+    )
