@@ -39,21 +39,13 @@ class ItemStream(Stream):
         self._iterator: Iterator[Any] = iter(())
         self._next = 0  # position of the iterator's next item
 
-    def next_batch(self) -> ItemBatch:
-        """Returns the next micro-batch of this rank."""
-        share, step = self.share, self._micro_step
-        numbers = share.sequences(step)
-        items = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
-        self._micro_step += 1
-        if self._micro_step == share.accumulation_steps:
-            self._position += share.global_batch
-            self._micro_step = 0
-        return ItemBatch(items=self._collate(items), weight=share.weight(step))
+    def _batch(self, sequences: list[Any], *, step: int) -> ItemBatch:
+        return ItemBatch(items=self._collate(sequences), weight=self.share.weight(step))
 
     def sequence(self, position: int) -> Any:
         """Returns the item at a global position."""
         if self._is_iterable:
-            return self._read(position)
+            return self._advance(position)
         epoch, index = divmod(position, self._count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, Permutation(self._count, seed=(self._seed, "data", epoch))
@@ -63,7 +55,7 @@ class ItemStream(Stream):
     def identity(self) -> dict[str, object]:
         return {"seed": self._seed, "num_items": self._count}
 
-    def _read(self, position: int) -> Any:
+    def _advance(self, position: int) -> Any:
         """Reads up to a position. Each item is read once, because positions of a rank ascend, except for micro-batches without an
         item.
         """
@@ -99,6 +91,5 @@ def held_out_items(dataset: Any, *, share: Share, num_items: int) -> Iterator[It
     own = Share.of_total(len(found), micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
     collate = getattr(dataset, "collate", default_collate)
     for step in range(own.accumulation_steps):
-        numbers = own.sequences(step)
-        picked = [found[min(number, len(found) - 1)] for number in numbers or [numbers.start]]
+        picked = own.items(step, read=lambda number: found[min(number, len(found) - 1)])
         yield ItemBatch(items=collate(picked), weight=own.weight(step))

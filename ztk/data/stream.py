@@ -14,6 +14,7 @@ holds for gradients. A micro-batch without a sequence uses an arbitrary one with
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,11 @@ class Share:
         own = _part(range(self.global_batch), index=self.rank, parts=self.world_size)
         return _part(own, index=micro_step, parts=self.accumulation_steps)
 
+    def items(self, micro_step: int, *, read: Callable[[int], Any]) -> list[Any]:
+        """Returns `read(number)` of the sequences in a micro-batch, or of an arbitrary one if there is none."""
+        numbers = self.sequences(micro_step)
+        return [read(number) for number in numbers or [numbers.start]]
+
     def weight(self, micro_step: int) -> float:
         """Returns the weight of the micro-batch; see [Note: Uneven parts]."""
         return len(self.sequences(micro_step)) * self.world_size * self.accumulation_steps / self.global_batch
@@ -103,24 +109,21 @@ class Stream:
     def next_batch(self) -> Batch:
         """Returns the next micro-batch of this rank."""
         share, step = self.share, self._micro_step
-        numbers = share.sequences(step)
-        sequences = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
-        if self.end is None:
-            batch = _batch(sequences, weight=share.weight(step))
-        else:
-            if not step:
-                self._targets = self._count_targets(self.end)
-            batch = _apart(sequences, share=share, step=step, total=self._targets, end=self.end)
+        batch = self._batch(share.items(step, read=self._read), step=step)
         self._micro_step += 1
         if self._micro_step == share.accumulation_steps:
             self._position += share.global_batch
             self._micro_step = 0
         return batch
 
-    def _count_targets(self, end: int) -> int:
-        """Returns the number of counted targets in all sequences of the current step."""
-        every = range(self._position, self._position + self.share.global_batch)
-        return sum(num_targets(self.sequence(position), end=end) for position in every)
+    def _read(self, number: int) -> Tensor:
+        """Reads sequence `number` of the current step."""
+        return self.sequence(self._position + number)
+
+    def _batch(self, sequences: list[Tensor], *, step: int) -> Batch:
+        if not step:
+            self._targets = _count_targets(self.share.global_batch, read=self._read, end=self.end)
+        return _batch(sequences, share=self.share, step=step, total=self._targets, end=self.end)
 
     def state_dict(self) -> dict[str, object]:
         """Returns the position, the same on all ranks. Raises ValueError within a step."""
@@ -172,7 +175,7 @@ class TokenStream(Stream):
         self._digest = digest
         self._epoch = -1
         self._order = None
-        self._read = 0  # bytes of a mapped file read since its pages were last released
+        self._mapped = 0  # bytes of a mapped file read since its pages were last released
 
     @property
     def epoch(self) -> float:
@@ -184,10 +187,10 @@ class TokenStream(Stream):
         if epoch != self._epoch:  # a batch across the end of an epoch switches back and forth once
             self._epoch = epoch
             self._order = Permutation(self.num_sequences, seed=(self._seed, "data", epoch))
-        self._read += (self.seq_len + 1) * self.data.element_size() + READ_AROUND
-        if self._read > MAPPED_BYTES:
+        self._mapped += (self.seq_len + 1) * self.data.element_size() + READ_AROUND
+        if self._mapped > MAPPED_BYTES:
             drop_pages(self.data)
-            self._read = 0
+            self._mapped = 0
         return window(self.data, index=self._order[index], seq_len=self.seq_len)
 
     def identity(self) -> dict[str, object]:
@@ -244,14 +247,15 @@ def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: 
     read: number -> tokens, int64 [seq_len + 1]. end: as in `Stream`.
     """
     own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
-    total = 0 if end is None else sum(num_targets(read(number), end=end) for number in range(count))
+    total = _count_targets(count, read=read, end=end)
     for step in range(own.accumulation_steps):
-        numbers = own.sequences(step)
-        sequences = [read(min(number, count - 1)) for number in numbers or [numbers.start]]
-        if end is None:
-            yield _batch(sequences, weight=own.weight(step))
-        else:
-            yield _apart(sequences, share=own, step=step, total=total, end=end)
+        sequences = own.items(step, read=lambda number: read(min(number, count - 1)))
+        yield _batch(sequences, share=own, step=step, total=total, end=end)
+
+
+def _count_targets(count: int, *, read: Callable[[int], Tensor], end: int | None) -> int:
+    """Returns the number of counted targets in `count` sequences, if documents are kept apart."""
+    return 0 if end is None else sum(num_targets(read(number), end=end) for number in range(count))
 
 
 def sequences_in(data: Tensor, *, seq_len: int) -> int:
@@ -272,23 +276,24 @@ def window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
     return data[start : start + seq_len + 1].long()
 
 
-def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
-    """Makes a batch from the tokens of its sequences, int64 [seq_len + 1] each."""
-    stacked = torch.stack(sequences)
-    tokens, targets = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
-    return Batch(tokens=tokens, targets=targets, weight=weight, token_weight=weight)
-
-
-def _apart(sequences: list[Tensor], *, share: Share, step: int, total: int, end: int) -> Batch:
-    """Makes a batch in which documents are kept apart.
+def _batch(sequences: list[Tensor], *, share: Share, step: int, total: int, end: int | None) -> Batch:
+    """Makes a batch from the tokens of its sequences, int64 [seq_len + 1] each. With `end`, documents are kept apart.
 
     step: index of the micro-batch. total: counted targets of the optimizer step.
     """
+    stacked = torch.stack(sequences)
+    tokens, targets = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+    weight = share.weight(step)
+    batch = Batch(tokens=tokens, targets=targets, weight=weight, token_weight=weight)
+    if end is None:
+        return batch
     counts = [num_targets(sequence, end=end) for sequence in sequences] if share.sequences(step) else []
-    weight = share_of_targets(counts, total=total, parts=share.world_size * share.accumulation_steps)
-    batch = _batch(sequences, weight=share.weight(step))
-    targets = without_borders(batch.targets, tokens=batch.tokens, end=end)
-    return replace(batch, weight=weight, targets=targets, positions=positions_of(batch.tokens, end=end))
+    return replace(
+        batch,
+        weight=share_of_targets(counts, total=total, parts=share.world_size * share.accumulation_steps),
+        targets=without_borders(targets, tokens=tokens, end=end),
+        positions=positions_of(tokens, end=end),
+    )
 
 
 def _part(numbers: range, *, index: int, parts: int) -> range:
