@@ -1,25 +1,18 @@
 """Documents of files: a whole text file, a line of jsonl, or a row of parquet or arrow.
 
-Files may be compressed (`.gz`, `.zst`). Bad input yields a `Fault` in its place among the documents; the caller decides whether it ends
-the run. pyarrow, for parquet and zst, comes with the extra `data` and is imported on use.
+Files may be compressed. Bad input yields a `Fault` in its place among the documents; the caller decides whether it ends the run.
 """
 
-import functools
-import gzip
-import importlib
-import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from ztk.core.policies.text import COMPRESSED, LINES
+from ztk.core.policies.text import COLUMNS, LINES
 from ztk.data.lines import parse_line
+from ztk.data.opening import BrokenFile, kind_of, opened, opened_table, pyarrow_for
 
 PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut after a line
-_ROWS = 1024  # rows of parquet in memory at a time
-_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format
 _SKIP = "or use data.on_error=skip"
 
 
@@ -44,12 +37,9 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
     Raises:
         ValueError: the format is not supported, or needs pyarrow, which is not installed.
     """
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-    kind = inner.suffix.lower()
-    if kind == ".arrow":
-        found = _of_arrow(path, field=field)
-    elif kind == ".parquet":
-        found = _of_parquet(path, field=field)
+    kind = kind_of(path)
+    if kind in COLUMNS:
+        found = _of_table(path, field=field)
     else:
         found = _of_lines(path, field=field) if kind in LINES else _of_text(path)
     count = 0
@@ -58,6 +48,9 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
             if isinstance(item, Fault) or item.text:
                 count += 1
                 yield item
+    except BrokenFile as error:
+        yield Fault(text=f"{error}, {_SKIP}")
+        return
     except (EOFError, OSError, zlib.error) as error:
         yield Fault(text=f"data.path={path}: cannot be read to its end ({error}); make the file again, {_SKIP}")
         return
@@ -124,75 +117,31 @@ def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
                 yield Document(text=record[field])
 
 
-def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    arrow = pyarrow_for(path)
-    parquet = importlib.import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        yield Fault(text=f"data.path={path}: cannot be read as parquet ({error}); make the file again, {_SKIP}")
-        return
-    with file:
-        batches = functools.partial(file.iter_batches, batch_size=_ROWS, columns=[field])
-        yield from _of_columns(path, field=field, schema=file.schema_arrow, batches=batches)
-
-
-def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    """Reads a file of `datasets.save_to_disk`, a stream of record batches, as a memory map."""
-    arrow = pyarrow_for(path)
-    try:
-        reader = arrow.ipc.open_stream(arrow.memory_map(str(path)))
-    except (arrow.ArrowException, OSError) as error:
-        yield Fault(
-            text=f"data.path={path}: cannot be read as a stream of arrow batches ({error}); save the data set again by save_to_disk, {_SKIP}"
-        )
-        return
-    with reader:
-
-        def batches() -> Iterator[Any]:
-            return (batch.select([field]) for batch in reader)
-
-        yield from _of_columns(path, field=field, schema=reader.schema, batches=batches)
-    with open(path, "rb") as source:
-        source.seek(-len(_ARROW_END), io.SEEK_END)
-        if source.read() != _ARROW_END:  # pyarrow treats a truncated file as a shorter one
+def _of_table(path: Path, *, field: str) -> Iterator[Document | Fault]:
+    types = pyarrow_for(path).types
+    with opened_table(path) as table:
+        if field not in table.schema.names:
+            named = ", ".join(table.schema.names) or "none"
             yield Fault(
-                text=f"data.path={path}: cannot be read to its end (it breaks off); make the file again, {_SKIP}"
+                text=f"data.path={path}: has no column {field!r} (its columns: {named}); use data.field=NAME, {_SKIP}"
             )
-
-
-def _of_columns(
-    path: Path, *, field: str, schema: Any, batches: Callable[[], Iterator[Any]]
-) -> Iterator[Document | Fault]:
-    """Yields the texts of a column. batches: record batches with only this column."""
-    arrow = pyarrow_for(path)
-    if field not in schema.names:
-        named = ", ".join(schema.names) or "none"
-        yield Fault(
-            text=f"data.path={path}: has no column {field!r} (its columns: {named}); use data.field=NAME, {_SKIP}"
-        )
-        return
-    kind = schema.field(field).type
-    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        yield Fault(text=f"data.path={path}: column {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
-        return
-    row = 0
-    try:
-        for batch in batches():
-            for value in batch.column(0):
-                row += 1
-                place = f"data.path={path}, row {row}"
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); convert it, {_SKIP}")
-                    continue
-                if text is None:
-                    yield Fault(text=f"{place}: column {field!r} is null; leave the row out, {_SKIP}")
-                else:
-                    yield from _checked(text, place=place)
-    except arrow.ArrowException as error:
-        yield Fault(text=f"data.path={path}, after row {row}: cannot be read ({error}); make it again, {_SKIP}")
+            return
+        kind = table.schema.field(field).type
+        if not (types.is_string(kind) or types.is_large_string(kind)):
+            yield Fault(text=f"data.path={path}: column {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
+            return
+        values = (value for batch in table.batches([field]) for value in batch.column(0))
+        for row, value in enumerate(values, start=1):
+            place = f"data.path={path}, row {row}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                yield Fault(text=f"{place}: is not UTF-8 ({error.reason}); convert it, {_SKIP}")
+                continue
+            if text is None:
+                yield Fault(text=f"{place}: column {field!r} is null; leave the row out, {_SKIP}")
+            else:
+                yield from _checked(text, place=place)
 
 
 def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:
@@ -208,24 +157,3 @@ def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:
 def _not_utf8(path: Path, *, line: int, error: UnicodeDecodeError) -> str:
     byte = error.object[error.start]
     return f"data.path={path}, line {line}: is not UTF-8 (byte 0x{byte:02x}: {error.reason}); convert the file, as by iconv -t UTF-8, {_SKIP}"
-
-
-def opened(path: Path) -> BinaryIO:
-    """Opens the file, decompressed according to its extension."""
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(path, "rb")  # pyrefly: ignore[bad-return]
-    if suffix == ".zst":
-        source: Any = pyarrow_for(path).input_stream(str(path), compression="zstd")
-        return io.BufferedReader(source)
-    return open(path, "rb")
-
-
-def pyarrow_for(path: Path) -> Any:
-    """Imports pyarrow to read `path`. Raises ValueError if it is not installed."""
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError:
-        raise ValueError(
-            f'data.path={path}: needs the library pyarrow: pip install "ztk[data]", or write the file as jsonl or jsonl.gz'
-        ) from None

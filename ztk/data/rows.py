@@ -1,23 +1,21 @@
 """Rows of files as Python objects: lines of jsonl, entries of a json list, rows of parquet and of arrow files.
 
-Files may be compressed (`.gz`, `.zst`). pyarrow, for parquet, arrow and zst, comes with the extra `data`.
+Files may be compressed.
 """
 
 import gzip
-import importlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from ztk.core.policies.text import COMPRESSED, LINES
-from ztk.data.documents import opened, pyarrow_for
+from ztk.core.policies.text import COLUMNS, LINES
 from ztk.data.lines import parse_line
+from ztk.data.opening import kind_of, opened, opened_table
 
-_ROWS = 1024  # rows of parquet and arrow in memory at a time
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files of datasets' save_to_disk
 # A folder is read as the first of these kinds that it contains. A json file next to other kinds is rarely data.
 _KINDS = (LINES, (".parquet",), (".arrow",), (".json",))
@@ -56,17 +54,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         ValueError: the file cannot be read, or needs pyarrow, which is not installed.
     """
-    kind = _kind(path)
-    reading: Callable[[Path], Iterator[Row]] = _of_lines
-    reading = {".json": _of_json, ".parquet": _of_parquet, ".arrow": _of_arrow}.get(kind, reading)
+    kind = kind_of(path)
     try:
-        yield from reading(path)
+        yield from _of_json(path) if kind == ".json" else _of_table(path) if kind in COLUMNS else _of_lines(path)
     except (OSError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"data.path={path}: cannot be read ({error}); name others") from None
-
-
-def _kind(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
 def _of_folder(folder: Path) -> list[Path]:
@@ -80,7 +72,7 @@ def _of_folder(folder: Path) -> list[Path]:
         return [folder / entry["filename"] for entry in named]
     files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
     for kinds in _KINDS:
-        if found := [file for file in files if _kind(file) in kinds]:
+        if found := [file for file in files if kind_of(file) in kinds]:
             return found
     return []
 
@@ -116,38 +108,10 @@ def _parsed(text: bytes) -> Any:
         return error
 
 
-def _of_parquet(path: Path) -> Iterator[Row]:
-    arrow = pyarrow_for(path)
-    parquet = importlib.import_module("pyarrow.parquet")
-    try:
-        with opened(path) as source, parquet.ParquetFile(_seekable(source, path=path)) as file:
-            yield from _of_batches(file.iter_batches(batch_size=_ROWS))
-    except arrow.ArrowException as error:
-        raise ValueError(f"data.path={path}: cannot be read as parquet ({error}); make the file again") from None
-
-
-def _of_arrow(path: Path) -> Iterator[Row]:
-    """Reads a file of `save_to_disk`, a stream of record batches."""
-    arrow = pyarrow_for(path)
-    try:
-        with opened(path) as source, arrow.ipc.open_stream(source) as reader:
-            yield from _of_batches(reader)
-    except arrow.ArrowException as error:
-        raise ValueError(
-            f"data.path={path}: cannot be read as a stream of arrow batches ({error}); save the data set again by save_to_disk"
-        ) from None
-
-
-def _seekable(source: Any, *, path: Path) -> Any:
-    """Returns a seekable file, because parquet is read from its end."""
-    return pyarrow_for(path).BufferReader(source.read()) if path.suffix.lower() in COMPRESSED else source
-
-
-def _of_batches(batches: Any) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for value in batch.to_pylist():
-            number += 1
+def _of_table(path: Path) -> Iterator[Row]:
+    with opened_table(path) as table:
+        values = (value for batch in table.batches() for value in batch.to_pylist())
+        for number, value in enumerate(values, start=1):
             yield Row(place=f"row {number}", value=_without_nulls(value))
 
 
