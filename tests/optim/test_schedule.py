@@ -121,7 +121,7 @@ def test_a_run_shorter_than_its_warmup_ends_within_it():
         ),
         ({"name": "one_cycle", "warmup_steps": 5}, "scheduler.warmup_steps=5 has no effect with scheduler=one_cycle"),
         ({"warmup_steps": -1}, "scheduler.warmup_steps=-1"),
-        ({"warmup_steps": 4, "warmup_shape": "cubic"}, "scheduler.warmup_shape=cubic: must be linear or log"),
+        ({"warmup_steps": 4, "warmup_shape": "cubic"}, "scheduler.warmup_shape=cubic: must be one of linear, log"),
         ({"warmup_steps": 1, "warmup_shape": "log"}, "needs scheduler.warmup_steps=2"),
         ({"warmup_start": 0.5}, "scheduler.warmup_start=0.5 has no effect without scheduler.warmup_steps"),
         ({"warmup_steps": 4, "warmup_start": 1.5}, "scheduler.warmup_start=1.5: must be 0 or more and at most 1"),

@@ -155,7 +155,7 @@ def test_a_tier_of_its_own_changes_no_bit_and_has_the_bytes(ranks, dtype):
 
 
 def test_a_tier_without_a_folder_and_one_that_is_none_are_refused(ranks):
-    with pytest.raises(ValueError, match="ema.offload='disk' is not a tier; choose one of none, cpu, nvme"):
+    with pytest.raises(ValueError, match="ema.offload=disk: must be one of none, cpu, nvme"):
         EmaPolicy(offload="disk")
     with pytest.raises(RankFailed, match=r"ema.offload=nvme needs a folder: set offload.nvme_path=FOLDER"):
         ranks(1).run(make_without_folder)

@@ -10,7 +10,9 @@
 
 from collections.abc import Iterator
 
-STATES, MASTERS = ("fp32", "bf16", "8bit"), ("fp32", "stochastic")
+from ztk.core.policies.precision import MasterWeights
+
+STATES = ("fp32", "bf16", "8bit")
 
 
 def master_of(states: str, *, master: str | None) -> str:
@@ -29,8 +31,8 @@ def states_faults(states: str, *, name: str) -> Iterator[str]:
 def compact_faults(*, name: str, states: str, master: str | None, dtype: str, averages: bool) -> Iterator[str]:
     """name: of the optimizer. dtype: fp32, bf16 or fp16, of the parameters. averages: a moving average of the weights is kept."""
     yield from states_faults(states, name=name)
-    if master not in (None, *MASTERS):
-        yield f"precision.master={master}: must be one of {', '.join(MASTERS)}, or null: stochastic with optimizer.states=8bit, else fp32"
+    if master not in (None, *MasterWeights):
+        yield f"precision.master={master}: must be one of {', '.join(MasterWeights)}, or null: stochastic with optimizer.states=8bit, else fp32"
         return
     if master == "stochastic" and states == "fp32":
         yield (

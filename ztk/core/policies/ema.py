@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import BELOW_ONE, COUNT, range_faults, refuse
+from ztk.core.policies.ranges import BELOW_ONE, COUNT, member, range_faults, refuse
 from ztk.core.policies.tier import Tier
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ class EmaPolicy:
     offload: Tier | None = None
 
     def __post_init__(self) -> None:
-        if self.offload is not None and self.offload not in list(Tier):
-            raise ValueError(f"ema.offload={self.offload!r} is not a tier; choose one of {', '.join(Tier)}")
-        object.__setattr__(self, "offload", None if self.offload is None else Tier(self.offload))
+        if self.offload is not None:
+            object.__setattr__(self, "offload", member(self.offload, of=Tier, key="ema.offload"))
         refuse(range_faults(self, section="ema", ranges=RANGES))
 
     def is_apart(self, *, optimizer: Tier) -> bool:

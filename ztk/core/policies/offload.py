@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import INT64_MAX, PART, Range, range_faults, refuse
+from ztk.core.policies.ranges import INT64_MAX, PART, Range, member, range_faults, refuse
 from ztk.core.policies.runs import ANSWERING, device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
 
@@ -131,7 +131,7 @@ class OffloadPolicy:
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters"):
-            object.__setattr__(self, name, _tier(name, value=getattr(self, name)))
+            object.__setattr__(self, name, member(getattr(self, name), of=Tier, key=f"offload.{name}"))
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
@@ -165,10 +165,3 @@ def page_faults(offload: OffloadChoices) -> Iterator[str]:
                 f"offload.{name}={value}: must be a multiple of {PAGE_BYTES}, as direct I/O needs; use "
                 f"offload.{name}={-(-value // PAGE_BYTES) * PAGE_BYTES}"
             )
-
-
-def _tier(name: str, *, value: str) -> Tier:
-    try:
-        return Tier(value)
-    except ValueError:
-        raise ValueError(f"offload.{name}={value!r} is not a tier; choose one of {', '.join(Tier)}") from None

@@ -7,10 +7,9 @@ from enum import StrEnum
 
 from ztk.core.policies.compact import STATES, states_faults
 from ztk.core.policies.key import chosen, key, ranges_of
-from ztk.core.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
+from ztk.core.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, member, range_faults, refuse
 from ztk.core.policies.zero import ZTK
 
-NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "muon")
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
 _DEFAULT_BETAS = {
     "adamw": (0.9, 0.95),
@@ -20,7 +19,6 @@ _DEFAULT_BETAS = {
     "muon": (0.9, 0.95),
 }
 _DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
-ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
 # Names of weights outside of the blocks in ztk's decoder and in transformers' models, independent of their modules' classes.
 ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
 
@@ -233,8 +231,8 @@ class OptimizerPolicy:
     groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in (*NAMES, TORCH):
-            raise ValueError(f"optimizer.name={self.name}: must be one of {', '.join(NAMES)}")
+        if self.name != TORCH:
+            member(self.name, of=OptimizerName, key="optimizer.name")
         if self.betas is None and self.name in _DEFAULT_BETAS:
             object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
         if self.eps is None and self.name in _DEFAULT_EPS:
@@ -281,9 +279,8 @@ class OptimizerPolicy:
                 if (value := getattr(self, name)) is not None:
                     yield f"optimizer.{name}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
             return
-        for name, words in (("adjust_lr", ADJUST_LR), ("ns_dtype", NS_DTYPES)):
-            if (value := getattr(self, name)) not in words:
-                yield f"optimizer.{name}={value}: must be one of {', '.join(words)}"
+        member(self.adjust_lr, of=AdjustLr, key="optimizer.adjust_lr")
+        member(self.ns_dtype, of=NewtonSchulzDtype, key="optimizer.ns_dtype")
         yield from pattern_faults(self.adam_names)
 
     def _lamb_faults(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ztk.core.policies.key import ranges_of
-from ztk.core.policies.ranges import range_faults, refuse
+from ztk.core.policies.ranges import member, range_faults, refuse
 from ztk.core.policies.topology import ScheduleName, TopologyConfig
 
 RANGES = ranges_of(TopologyConfig)
@@ -33,7 +33,7 @@ class PipelinePolicy:
     dynamic_shapes: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        object.__setattr__(self, "schedule", member(self.schedule, of=ScheduleName, key="topology.schedule"))
         refuse(range_faults(self, section="topology", ranges=RANGES))
         refuse(partition_faults(self.partition))
 
@@ -91,10 +91,3 @@ def partition_faults(partition: str | None) -> Iterator[str]:
         re.compile(partition.removeprefix("type:"))
     except re.error as error:
         yield f"topology.partition={partition}: not a regular expression ({error})"
-
-
-def _schedule(name: str) -> ScheduleName:
-    try:
-        return ScheduleName(name)
-    except ValueError:
-        raise ValueError(f"topology.schedule={name!r}: must be one of {', '.join(ScheduleName)}") from None

@@ -4,9 +4,12 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+_Words = TypeVar("_Words", bound=StrEnum)
 _FAR_ENDS = (None, INT32_MAX, INT64_MAX)
 
 
@@ -86,6 +89,14 @@ def range_faults(values: object, *, section: str, ranges: Mapping[str, Range]) -
         value = getattr(values, name, None)
         if value is not None and (reason := allowed.fault(value)):
             yield f"{section}.{name}={shown(value)}: {reason}"
+
+
+def member(word: str, *, of: type[_Words], key: str, otherwise: str = "") -> _Words:
+    """The member of an enumeration. otherwise: ends the message, as in ", or null". Raises ValueError for a word that is none."""
+    try:
+        return of(word)
+    except ValueError:
+        raise ValueError(f"{key}={word}: must be one of {', '.join(of)}{otherwise}") from None
 
 
 def shown(value: float) -> str:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import COUNT, range_faults, refuse
+from ztk.core.policies.ranges import COUNT, member, range_faults, refuse
 
 
 class RecomputeMode(StrEnum):
@@ -87,9 +87,7 @@ class RecomputePolicy:
     preserve_rng: bool = True
 
     def __post_init__(self) -> None:
-        if self.mode not in list(RecomputeMode):
-            raise ValueError(f"recompute.mode={self.mode}: must be one of {', '.join(RecomputeMode)}")
-        object.__setattr__(self, "mode", RecomputeMode(self.mode))
+        object.__setattr__(self, "mode", member(self.mode, of=RecomputeMode, key="recompute.mode"))
         object.__setattr__(self, "modules", tuple(self.modules))
         refuse(range_faults(self, section="recompute", ranges=RANGES))
         for pattern in self.modules:

@@ -6,7 +6,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ztk.core.policies.key import When, chosen, key, ranges_of
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, range_faults, refuse
+from ztk.core.policies.ranges import (
+    COUNT,
+    COUNT_OR_ZERO,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    member,
+    range_faults,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -15,7 +24,6 @@ _WARMUP = ("warmup_steps", "warmup_shape", "warmup_start")
 _DECAY = (*_WARMUP, "final", "total_steps")
 _WSD = (*_DECAY, "decay_steps", "decay_shape")
 _CYCLE = ("start", "rise_steps", "fall_steps", "rise_stairs", "fall_stairs", "decay_rate", "decay_interval")
-DECAY_SHAPES = ("linear", "cosine", "sqrt", "exponential")
 # Schedule -> the options it has.
 SCHEDULES = {
     "constant": _WARMUP,
@@ -184,8 +192,7 @@ class SchedulePolicy:
         self._check_decay()
 
     def _check_warmup(self) -> None:
-        if self.warmup_shape not in ("linear", "log"):
-            raise ValueError(f"scheduler.warmup_shape={self.warmup_shape}: must be linear or log")
+        member(self.warmup_shape, of=WarmupShape, key="scheduler.warmup_shape")
         if self.warmup_shape == "log" and self.warmup_steps < 2:
             raise ValueError(
                 f"scheduler.warmup_shape=log needs scheduler.warmup_steps=2 or more (have {self.warmup_steps})"
@@ -194,8 +201,7 @@ class SchedulePolicy:
             raise ValueError(f"scheduler.warmup_start={self.warmup_start} has no effect without scheduler.warmup_steps")
 
     def _check_decay(self) -> None:
-        if self.decay_shape not in DECAY_SHAPES:
-            raise ValueError(f"scheduler.decay_shape={self.decay_shape}: must be one of {', '.join(DECAY_SHAPES)}")
+        member(self.decay_shape, of=DecayShape, key="scheduler.decay_shape")
         refuse(shape_faults(shape=self.decay_shape, final=self.final))
         if self.total_steps is not None:
             steps = wsd_steps(self.decay_steps, end=self.total_steps) if self.name == "wsd" else 0

@@ -1,13 +1,13 @@
 """The dtypes of a run. Dtypes of optimizer states belong to the optimizer's policy."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from ztk.core.policies.compact import MASTERS
 from ztk.core.policies.loss_scale import LossScalePolicy
-from ztk.core.policies.precision import Float8Recipe
+from ztk.core.policies.precision import Float8Recipe, MasterWeights
+from ztk.core.policies.ranges import member
 
 # The words of the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,8 +54,8 @@ class PrecisionPolicy:
             raise ValueError(
                 f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for the model's dtype"
             )
-        if self.master not in (None, *MASTERS):
-            raise ValueError(f"precision.master={self.master}: must be one of {', '.join(MASTERS)}, or null")
+        if self.master is not None:
+            member(self.master, of=MasterWeights, key="precision.master", otherwise=", or null")
         if self.bf16_master and self.master is not None:
             raise ValueError(
                 f"precision.bf16_master=true: precision.master={self.master} contradicts it about the master weights; leave one of them out"
@@ -71,7 +71,9 @@ class PrecisionPolicy:
                 "precision.bf16_states=true requires precision.bf16_master=true: set it, too, or leave both out"
             )
         if self.float8 is not None:
-            object.__setattr__(self, "float8", _recipe(self.float8))
+            object.__setattr__(
+                self, "float8", member(self.float8, of=Float8Recipe, key="precision.float8", otherwise=", or null")
+            )
             if self.dtype is not torch.bfloat16 or self.autocast is not None:
                 other = _NAMES[self.dtype] if self.autocast is None else f"bf16 under torch.autocast of {self.autocast}"
                 raise ValueError(
@@ -94,28 +96,14 @@ class PrecisionPolicy:
         name: str,
         *,
         reduce_dtype: str | None = None,
-        autocast: torch.dtype | None = None,
-        bf16_master: bool = False,
-        bf16_states: bool = False,
-        loss_scale: LossScalePolicy | None = None,
-        master: str | None = None,
-        float8: str | None = None,
+        **options: Any,
     ) -> Self:
-        """The policy for the words of the command line: fp32, bf16 or fp16. Raises ValueError for other words."""
+        """The policy for the words of the command line: fp32, bf16 or fp16. options: other fields. Raises ValueError for other words."""
         for key, word in (("dtype", name), ("reduce_dtype", reduce_dtype)):
             if word is not None and word not in DTYPES:
                 raise ValueError(f"precision.{key}={word}: must be one of {', '.join(DTYPES)}")
         reduce = None if reduce_dtype is None else DTYPES[reduce_dtype]
-        return cls(
-            dtype=DTYPES[name],
-            reduce_dtype=reduce,
-            autocast=autocast,
-            bf16_master=bf16_master,
-            bf16_states=bf16_states,
-            loss_scale=loss_scale,
-            master=master,
-            float8=None if float8 is None else _recipe(float8),
-        )
+        return cls(dtype=DTYPES[name], reduce_dtype=reduce, **options)
 
     @property
     def states_dtype(self) -> torch.dtype:
@@ -131,9 +119,3 @@ class PrecisionPolicy:
     def gradient_dtype(self) -> torch.dtype:
         """The dtype that gradients have on the wire and when the optimizer reads them."""
         return self.dtype if self.reduce_dtype is None else self.reduce_dtype
-
-
-def _recipe(word: str) -> Float8Recipe:
-    if word not in list(Float8Recipe):
-        raise ValueError(f"precision.float8={word}: must be one of {', '.join(Float8Recipe)}, or null")
-    return Float8Recipe(word)
