@@ -1,13 +1,21 @@
 """Which optimizer runs, with which hyperparameters, on which parameters."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
 
 from ztk.core.policies.compact import STATES, states_faults
 from ztk.core.policies.key import chosen, key, ranges_of
-from ztk.core.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, member, range_faults, refuse
+from ztk.core.policies.ranges import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    member,
+    pattern_faults,
+    range_faults,
+    refuse,
+)
 from ztk.core.policies.zero import ZTK
 
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
@@ -123,7 +131,7 @@ class OptimizerConfig:
         "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
         acts=_MUON,
         optional=True,
-        contradicts=lambda config: pattern_faults(config.optimizer.adam_names),
+        contradicts=lambda config: pattern_faults(config.optimizer.adam_names, key="optimizer.adam_names"),
     )
     states: StateDtype | None = key(
         "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
@@ -168,10 +176,7 @@ class ParameterGroup:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"optimizer.groups pattern={self.pattern!r}: not a regular expression ({error})") from None
+        refuse(pattern_faults(self.pattern, key="optimizer.groups pattern"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,7 +286,7 @@ class OptimizerPolicy:
             return
         member(self.adjust_lr, of=AdjustLr, key="optimizer.adjust_lr")
         member(self.ns_dtype, of=NewtonSchulzDtype, key="optimizer.ns_dtype")
-        yield from pattern_faults(self.adam_names)
+        yield from pattern_faults(self.adam_names, key="optimizer.adam_names")
 
     def _lamb_faults(self) -> Iterator[str]:
         if self.name != "lamb":
@@ -296,14 +301,6 @@ def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str
     """Faults of the bounds of lamb's factor."""
     if low is not None and high is not None and low > high:
         yield f"optimizer.min_coeff={low}: is above optimizer.max_coeff={high}; use optimizer.min_coeff={high} or less"
-
-
-def pattern_faults(pattern: str | None) -> Iterator[str]:
-    """Faults of optimizer.adam_names."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        yield f"optimizer.adam_names={pattern!r}: not a regular expression ({error})"
 
 
 def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterator[str]:

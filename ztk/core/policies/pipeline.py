@@ -1,11 +1,10 @@
 """How a model is split into pipeline stages and in which order they run."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ztk.core.policies.key import ranges_of
-from ztk.core.policies.ranges import member, range_faults, refuse
+from ztk.core.policies.ranges import member, pattern_faults, range_faults, refuse
 from ztk.core.policies.topology import ScheduleName, TopologyConfig
 
 RANGES = ranges_of(TopologyConfig)
@@ -84,10 +83,7 @@ def partition_faults(partition: str | None) -> Iterator[str]:
     """Checks that `topology.partition` is one of PARTITION_METHODS and its pattern a regular expression."""
     if partition is None or partition in ("uniform", "parameters", "products", "profile"):
         return
-    if not partition.startswith("type:"):
+    if partition.startswith("type:"):
+        yield from pattern_faults(partition.removeprefix("type:"), key="topology.partition")
+    else:
         yield f"topology.partition={partition}: must be {PARTITION_METHODS}"
-        return
-    try:
-        re.compile(partition.removeprefix("type:"))
-    except re.error as error:
-        yield f"topology.partition={partition}: not a regular expression ({error})"

@@ -1,6 +1,7 @@
 """Ranges of numbers, and the message for a number outside of its range."""
 
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -97,6 +98,14 @@ def member(word: str, *, of: type[_Words], key: str, otherwise: str = "") -> _Wo
         return of(word)
     except ValueError:
         raise ValueError(f"{key}={word}: must be one of {', '.join(of)}{otherwise}") from None
+
+
+def pattern_faults(pattern: str | None, *, key: str) -> Iterator[str]:
+    """The fault of a regular expression that is none."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        yield f"{key}={pattern!r}: not a regular expression ({error})"
 
 
 def shown(value: float) -> str:

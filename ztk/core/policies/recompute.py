@@ -1,12 +1,11 @@
 """Keys and policy of activation checkpointing."""
 
-import re
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import COUNT, member, range_faults, refuse
+from ztk.core.policies.ranges import COUNT, member, pattern_faults, range_faults, refuse
 
 
 class RecomputeMode(StrEnum):
@@ -91,10 +90,7 @@ class RecomputePolicy:
         object.__setattr__(self, "modules", tuple(self.modules))
         refuse(range_faults(self, section="recompute", ranges=RANGES))
         for pattern in self.modules:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"recompute.modules={pattern!r}: not a regular expression ({error})") from None
+            refuse(pattern_faults(pattern, key="recompute.modules"))
         if self.num_checkpoints is not None and not self.contiguous:
             raise ValueError(
                 f"recompute.num_checkpoints={self.num_checkpoints} has no effect without recompute.contiguous=true: add it, or "
