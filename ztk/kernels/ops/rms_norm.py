@@ -226,28 +226,16 @@ _backward = register(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _forward(x, None, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
+    def forward(ctx, x, residual, weight, eps):
+        y, rstd, *total = _forward(x, residual, weight, eps)
+        ctx.save_for_backward(*(total or [x]), weight, rstd)
+        return (y, *total) if total else y
 
     @staticmethod
-    def backward(ctx, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
-        d_x, d_weight = _backward(d_y.contiguous(), None, *ctx.saved_tensors)
-        return d_x, d_weight, None
-
-
-class _ResidualRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, rstd, total = _forward(x, residual, weight, eps)
-        ctx.save_for_backward(total, weight, rstd)
-        return y, total
-
-    @staticmethod
-    def backward(ctx, d_y: Tensor, d_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        d_x, d_weight = _backward(d_y.contiguous(), d_sum.contiguous(), *ctx.saved_tensors)
-        return d_x, d_x, d_weight, None
+    def backward(ctx, d_y, d_sum=None):
+        d_sum = None if d_sum is None else d_sum.contiguous()
+        d_x, d_weight = _backward(d_y.contiguous(), d_sum, *ctx.saved_tensors)
+        return d_x, None if d_sum is None else d_x, d_weight, None
 
 
 def rms_norm(
@@ -271,7 +259,7 @@ def rms_norm(
     if is_plain():
         y, _, *total = _forward(x, residual, weight, eps)
         return (y, *total) if total else y
-    return _RMSNorm.apply(x, weight, eps) if residual is None else _ResidualRMSNorm.apply(x, residual, weight, eps)
+    return _RMSNorm.apply(x, residual, weight, eps)
 
 
 def rms_norm_reference(
