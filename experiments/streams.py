@@ -84,7 +84,7 @@ def open_held_out(config: Config, *, corpus: Corpus | None, process: Process) ->
         return []
     share, seq_len, wanted = share_of(config, process=process), config.data.seq_len, held_out_sequences(config)
     if not isinstance(corpus, TokenCorpus):
-        return list(held_out_batches(corpus.validation, seq_len=seq_len, share=share, num_sequences=wanted))
+        return list(held_out_batches([corpus.validation], seq_len=seq_len, share=share, num_sequences=wanted))
     if not config.data.validation_fraction:
         return []
     return list(corpus.held_out_batches(seq_len=seq_len, share=share, num_sequences=wanted))

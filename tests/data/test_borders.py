@@ -75,7 +75,7 @@ def test_the_held_out_mean_does_not_depend_on_ranks(world_size):
     def rows(rank, world):
         share = Share(micro_batch=2, rank=rank, world_size=world)
         read = {"seq_len": 16, "share": share, "num_sequences": 7, "end": END}
-        return list(held_out_batches(DATA, **read))
+        return list(held_out_batches([DATA], **read))
 
     parts = [batch for rank in range(world_size) for batch in rows(rank, world_size)]
     torch.testing.assert_close(weighted(parts), weighted(rows(0, 1)), rtol=1e-12, atol=0)

@@ -105,7 +105,7 @@ def test_synthetic_tokens_fill_the_vocabulary():
 def test_held_out_batches_are_the_same_sequences_for_every_split(world_size):
     def rows(rank):
         share = Share(micro_batch=8 // world_size, rank=rank, world_size=world_size)
-        return [batch.tokens for batch in held_out_batches(DATA, seq_len=7, share=share, num_sequences=36)]
+        return [batch.tokens for batch in held_out_batches([DATA], seq_len=7, share=share, num_sequences=36)]
 
     parts = [rows(rank) for rank in range(world_size)]
     assert all(len(part) == 5 for part in parts)  # 36 in batches of 8
@@ -115,7 +115,7 @@ def test_held_out_batches_are_the_same_sequences_for_every_split(world_size):
 
 def test_held_out_batches_are_as_many_as_there_are_sequences():
     share = Share(micro_batch=8, world_size=2)
-    (batch,) = held_out_batches(DATA[:30], seq_len=7, share=share, num_sequences=64)
+    (batch,) = held_out_batches([DATA[:30]], seq_len=7, share=share, num_sequences=64)
     assert batch.tokens.shape == (2, 7) and batch.weight == 1.0
 
 
@@ -144,7 +144,7 @@ def test_a_global_batch_that_does_not_divide_is_complete_and_weighted(world_size
 def test_held_out_batches_weigh_right_on_any_number_of_ranks(world_size):
     def weighted(rank):
         share = Share(micro_batch=4, rank=rank, world_size=world_size)
-        batches = list(held_out_batches(DATA, seq_len=7, share=share, num_sequences=32))
+        batches = list(held_out_batches([DATA], seq_len=7, share=share, num_sequences=32))
         return [batch.weight * batch.tokens.double().mean() for batch in batches]
 
     values = torch.stack([value for rank in range(world_size) for value in weighted(rank)])
@@ -154,7 +154,7 @@ def test_held_out_batches_weigh_right_on_any_number_of_ranks(world_size):
 def test_too_short_text_is_refused():
     for refuse in (
         lambda: stream(data=DATA[:7]),
-        lambda: list(held_out_batches(DATA[:7], seq_len=7, share=Share(micro_batch=1), num_sequences=1)),
+        lambda: list(held_out_batches([DATA[:7]], seq_len=7, share=Share(micro_batch=1), num_sequences=1)),
     ):
         with pytest.raises(
             ValueError, match=r"data\.seq_len=7: a sequence needs 8 tokens .* has 7; use data\.seq_len=6"

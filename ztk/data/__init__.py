@@ -2,7 +2,8 @@
 
 from ztk.data.corpus import ByteCorpus
 from ztk.data.items import ItemBatch, ItemStream, held_out_items
-from ztk.data.stream import Batch, Share, Stream, SyntheticStream, TokenStream, held_out_batches
+from ztk.data.mixture import held_out_batches
+from ztk.data.stream import Batch, Share, Stream, SyntheticStream, TokenStream
 from ztk.data.subword import SubwordTokenizer
 from ztk.data.tokencache import ReadPolicy
 from ztk.data.tokenizer import ByteTokenizer

@@ -69,20 +69,19 @@ class MixedStream(Stream):
         return {"sources": [source.identity() for source in self._sources], "shares": self._shares, "seed": self._seed}
 
 
-def mixed_held_out_batches(
+def held_out_batches(
     parts: Sequence[Tensor],
     *,
-    weights: Sequence[float],
+    weights: Sequence[float] = (1.0,),
     seq_len: int,
     share: Share,
     num_sequences: int,
     end: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields batches as `held_out_batches` from several sources, in proportion to their weights, at least one sequence from each.
+    """Yields this rank's micro-batches of `num_sequences` sequences, or of all if there are fewer: in proportion to the weights of their
+    sources, at least one from each, and spread evenly over its tokens. They are always the same.
 
-    The sequences of a source are spread evenly over its tokens.
-
-    parts: tokens [n] of each source. end: as in `Stream`.
+    parts: tokens [n] of each source. end: as in `Stream`. share: only its ranks and micro-batch size are used.
 
     Raises:
         ValueError: a part is shorter than one sequence.

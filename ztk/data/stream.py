@@ -219,30 +219,10 @@ class SyntheticStream(Stream):
         return {"seq_len": self.seq_len, "seed": self._seed, "vocab_size": self.vocab_size}
 
 
-def held_out_batches(
-    data: Tensor, *, seq_len: int, share: Share, num_sequences: int, end: int | None = None
-) -> Iterator[Batch]:
-    """Yields this rank's micro-batches of `num_sequences` sequences, spread evenly over `data`, or of all if there are fewer.
-
-    They are always the same. Every rank gets the same number of batches, and the mean over ranks and batches of their weighted mean
-    losses is the mean over all counted targets; see [Note: Uneven parts].
-
-    data: tokens [n]. end: as in `Stream`. share: only its ranks and micro-batch size are used.
-
-    Raises ValueError if `data` is shorter than one sequence.
-    """
-    available = sequences_in(data, seq_len=seq_len)
-    count = min(num_sequences, available)
-    yield from batches_of(
-        count,
-        share=share,
-        read=lambda number: window(data, index=number * available // count, seq_len=seq_len),
-        end=end,
-    )
-
-
 def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: int | None = None) -> Iterator[Batch]:
-    """Yields this rank's micro-batches of `count` sequences, weighted as in `held_out_batches`.
+    """Yields this rank's micro-batches of `count` sequences, the same number on every rank.
+
+    The mean over ranks and batches of their weighted mean losses is the mean over all counted targets; see [Note: Uneven parts].
 
     read: number -> tokens, int64 [seq_len + 1]. end: as in `Stream`.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ztk.data.cache import built_once, cache_folder
-from ztk.data.mixture import MixedStream, held_out_picks, mixed_held_out_batches
+from ztk.data.mixture import MixedStream, held_out_batches, held_out_picks
 from ztk.data.sources import SourceFile, named_files, standard_library
 from ztk.data.stream import Batch, Share, Stream, TokenStream
 from ztk.data.subword import SubwordTokenizer
@@ -71,7 +71,7 @@ class TokenCorpus:
 
     def held_out_batches(self, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
         """Yields this rank's part of the sequences for evaluation. Raises ValueError if a held-out part is shorter than one sequence."""
-        return mixed_held_out_batches(
+        return held_out_batches(
             self._held_out,
             weights=self.weights,
             seq_len=seq_len,
