@@ -2,15 +2,21 @@
 
     python scripts/bench_inference.py                        100M parameters, fp32, one thread
     python scripts/bench_inference.py --size 4m 100m --json experiments/results/cpu/inference.jsonl
+    python scripts/bench_inference.py --size 4m 100m --first-token      seconds from a loaded model to its first token
 
 All three decode the same randomly initialised Llama greedily. Each round runs, one after the other: batch 1, 8 rows of equal length, 32
 requests with prompts and answers of different lengths (`generate` pads them into one batch and runs until the longest answer ends), 16 prompts
 with a common prefix, and one long prompt. A ratio divides ztk's tokens per CPU second by transformers'; the long prompt counts prompt tokens,
 the others count answer tokens. The result is the median over rounds. ztk stores weights unchanged, in int8 and in int4. With random weights the
 number of equal tokens has no meaning.
+
+--first-token measures new processes with cold libraries and caches, as at the start of a server. The clock starts with a model in memory.
+Opening copies or quantises the layers and runs the checks of a new model; then a prompt of 32 tokens gets one token.
 """
 
+import argparse
 import copy
+import json
 import platform
 import random
 import statistics
@@ -19,20 +25,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_llama import SIZES, random_llama
 from rich.console import Console
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench import append_rows, parser_of, table
+from scripts.bench import append_rows, measured_apart, parser_of, table
 from ztk.core.policies.inference import WEIGHTS
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 
+SIZES = {  # name -> width, layers, heads, inner width, vocabulary
+    "4m": (256, 4, 4, 704, 2000),
+    "30m": (512, 8, 8, 1408, 8000),
+    "100m": (768, 12, 12, 2048, 16000),
+}
+FIRST_TOKEN_GOAL = 5.0  # seconds
 GOALS = {  # by size, work and weights
     ("100m", "batch 1", "stored"): 0.95,
     ("100m", "batch 1", "int8"): 1.6,
@@ -42,6 +54,25 @@ GOALS = {  # by size, work and weights
     ("100m", "32 ragged", "stored"): 1.6,
     ("100m", "prefix", "stored"): 3.0,
 }
+
+
+def random_llama(size: str) -> Any:
+    """A Llama of transformers with random weights in fp32, equal in every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dim, layers, heads, inner, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=1024,
+        initializer_range=0.05,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +212,32 @@ def measure(
     }
 
 
+def first_token(size: str, *, weights: str) -> tuple[float, float]:
+    """Seconds until the engine is open, and seconds from then to the first token."""
+    model = random_llama(size)
+    started = time.perf_counter()
+    generator = Generator(model, policy=InferencePolicy(weights=weights))
+    opened = time.perf_counter()
+    prompt = [number % model.config.vocab_size for number in range(32)]
+    [[answer]] = generator.generate([prompt], sampling=SamplingParams(max_tokens=1))
+    assert len(answer.tokens) == 1, answer.error
+    return opened - started, time.perf_counter() - opened
+
+
+def first_tokens(options: argparse.Namespace) -> None:
+    """Prints a row per size and format, each measured in processes of its own."""
+    rows = []
+    for size, weights in product(options.size, options.weights):
+        words = ("--measure", size, weights, "--threads", options.threads)
+        found = [measured_apart(sys.executable, __file__, *words) for _ in range(options.rounds)]
+        opening, first = (statistics.median(column) for column in zip(*found, strict=True))
+        both = statistics.median(map(sum, found))
+        numbers = (f"{opening:.2f}", f"{first:.3f}", f"{both:.2f}", f"{both / FIRST_TOKEN_GOAL:.2f}")
+        rows.append((size, weights, *numbers))
+    columns = ("size", "weights", "opening (s)", "first prompt (s)", "together (s)", f"of {FIRST_TOKEN_GOAL:.0f} s")
+    Console(width=140).print(table("", columns, rows, left=columns))
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["100m"])
@@ -190,8 +247,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="append the results to this file")
+    parser.add_argument("--first-token", action="store_true", help="measure only the seconds to the first token")
+    parser.add_argument("--measure", nargs=2, metavar=("SIZE", "WEIGHTS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.measure:
+        size, weights = options.measure
+        print(json.dumps(first_token(size, weights=weights)))
+        return 0
+    if options.first_token:
+        first_tokens(options)
+        return 0
     lines = []
     for size in options.size:
         model = random_llama(size)
