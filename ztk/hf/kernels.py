@@ -58,7 +58,7 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
     for module in model.modules():
         if "forward" in module.__dict__:  # already replaced by other code
             continue
-        for recognise in (_root_mean_square, _layer_norm, _gated, _gated_in_one):
+        for recognise in (_root_mean_square, _layer_norm, _gated):
             if (found := recognise(module, tried=tried)) is not None:
                 kernel, forward = found
                 replace_forward(module, by=forward)
@@ -105,43 +105,33 @@ def _layer_norm(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None
 
 
 def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
-    """Recognises down(act(gate(x)) * up(x)), act silu or gelu's tanh form."""
-    others = [child for name, child in module.named_children() if name not in _GATED]
-    if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _GATED):
+    """Recognises down(act(gate(x)) * up(x)), act silu or gelu's tanh form. Gate and up may be the halves of one projection."""
+    names = _GATED if "gate_proj" in module._modules else _IN_ONE
+    others = [child for name, child in module.named_children() if name not in names]
+    if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in names):
         return None
     if len(others) > 1 or any(True for child in others for _ in child.parameters()):
         return None
-    key = type(module), f"gated {others}"
+    key = type(module), f"gated {names} {others}"
     if key not in tried:
-        gate, up, down = _linear(_WIDTH, _INNER), _linear(_WIDTH, _INNER), _linear(_INNER, _WIDTH)
-        twin = _twin(module, modules=dict(zip(_GATED, (gate, up, down), strict=True)))
-        tried[key] = _first_equal(twin, {op: lambda x, op=op: down(op(gate(x), up(x))) for op in (swiglu, geglu)})
+        widths = (_INNER, _INNER) if names is _GATED else (2 * _INNER,)
+        linears = [*(_linear(_WIDTH, width) for width in widths), _linear(_INNER, _WIDTH)]
+        twin = _twin(module, modules=dict(zip(names, linears, strict=True)))
+        tried[key] = _first_equal(twin, {op: _by_gate(twin, names=names, op=op) for op in (swiglu, geglu)})
     op = tried[key]
-    if op is None:
-        return None
-    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
-    return op.__name__, lambda x: module.down_proj(op(module.gate_proj(x), module.up_proj(x)))
+    return None if op is None else (op.__name__, _by_gate(module, names=names, op=op))
 
 
-def _gated_in_one(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
-    """Recognises down(act(gate) * up) with (gate, up) the two halves of one projection, act silu or gelu's tanh form."""
-    others = [child for name, child in module.named_children() if name not in _IN_ONE]
-    if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _IN_ONE):
-        return None
-    if len(others) > 1 or any(True for child in others for _ in child.parameters()):
-        return None
-    key = type(module), f"gated in one {others}"
-    if key not in tried:
-        both, down = _linear(_WIDTH, 2 * _INNER), _linear(_INNER, _WIDTH)
-        twin = _twin(module, modules=dict(zip(_IN_ONE, (both, down), strict=True)))
-        tried[key] = _first_equal(
-            twin, {op: lambda x, op=op: down(op(*both(x).chunk(2, dim=-1))) for op in (swiglu, geglu)}
-        )
-    op = tried[key]
-    if op is None:
-        return None
-    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
-    return op.__name__, lambda x: module.down_proj(op(*module.gate_up_proj(x).chunk(2, dim=-1)))
+def _by_gate(module: nn.Module, *, names: tuple[str, ...], op: Callable) -> Forward:
+    """Returns the forward of such a module. Its layers are looked up in every call, because they may be replaced."""
+    *gates, down = names
+
+    def forward(x: Tensor) -> Tensor:
+        projected = [getattr(module, name)(x) for name in gates]
+        gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
+        return getattr(module, down)(op(gate, up))
+
+    return forward
 
 
 def _rotating(forward: Callable) -> Callable:
