@@ -10,7 +10,7 @@ import functools
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -64,14 +64,37 @@ def open_causal(
     Raises:
         ValueError: the folder has no causal transformers model, no safetensors files, or lacks weights.
     """
-    transformers = transformers_module()
     config = read_config(path)
-    build = functools.partial(_build, transformers, config)
+    options: dict[str, Any] = {"init": init, "seed": seed, "lora": lora, "kernels": kernels}
+    model, values = trainable(functools.partial(build_causal, config), config=config, path=path, **options)
+    model.z_loss = z_loss
+    model.forward = CausalForward(model)
+    model.pipeline_layers = functools.partial(CausalLayers, model)
+    model.divisible = functools.partial(divisible, model)
+    return model.train(), values
+
+
+def trainable(
+    build: Callable[[], Any],
+    *,
+    config: Any,
+    path: str,
+    init: str,
+    seed: int,
+    lora: LoraPolicy | None,
+    kernels: bool,
+    may_lack: Sequence[str] = (),
+) -> tuple[Any, InitialValues]:
+    """Returns the model of `build`, prepared for training, with its initial values; other arguments as in `open_causal`.
+
+    may_lack: names of parameters that are drawn if the folder does not have them. Raises ValueError as `open_causal`.
+    """
     model, skeleton = build(), build()
     values: InitialValues = DrawnValues(skeleton, seed=seed)
     if init == "pretrained":
-        values = in_folder = FolderValues(path, model=skeleton)
+        in_folder = FolderValues(path, model=skeleton, may_lack=may_lack)
         in_folder.fill_buffers(model)
+        values = functools.partial(_from_folder, in_folder, values)
     if kernels:
         logger.warning("model.kernels: %s", inject_kernels(model, option="model.kernels"))
     if lora is not None:
@@ -80,12 +103,12 @@ def open_causal(
     model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
     model.config.use_cache = False  # recomputed blocks would append to the cache twice
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    model.z_loss = z_loss
-    model.forward = CausalForward(model)
-    model.pipeline_layers = functools.partial(CausalLayers, model)
-    model.divisible = functools.partial(divisible, model)
     model.takes_documents = keeps_apart(config)
-    return model.train(), values
+    return model, values
+
+
+def _from_folder(folder: FolderValues, drawn: InitialValues, *, name: str, start: int, stop: int) -> Tensor:
+    return (folder if folder.has(name) else drawn)(name=name, start=start, stop=stop)
 
 
 def empty_causal(path: str) -> nn.Module:
@@ -93,14 +116,21 @@ def empty_causal(path: str) -> nn.Module:
 
     Raises ValueError as `open_causal`.
     """
-    return _build(transformers_module(), read_config(path))
+    return build_causal(read_config(path))
 
 
-def build_causal(config: Any) -> nn.Module:
+def build_causal(config: Any) -> Any:
     """Returns the model of a configuration: parameters on the meta device, buffers with their values. Raises ValueError as
     `open_causal`.
     """
-    return _build(transformers_module(), config)
+    auto = transformers_module().AutoModelForCausalLM
+    try:
+        with parameters_on_meta():
+            return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except ValueError as error:
+        raise ValueError(
+            f"model.path: {str(error).splitlines()[0]}; name a folder with a causal language model"
+        ) from None
 
 
 def read_config(path: str) -> Any:
@@ -113,16 +143,6 @@ def read_config(path: str) -> Any:
         raise ValueError(
             f"model.path={path}: no configuration that transformers can read ({reason}): name a folder with the config.json of a causal "
             "model, as save_pretrained writes it"
-        ) from None
-
-
-def _build(transformers: ModuleType, config: Any) -> Any:
-    try:
-        with parameters_on_meta():
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(
-            f"model.path: {str(error).splitlines()[0]}; name a folder with a causal language model"
         ) from None
 
 

@@ -1,8 +1,6 @@
 """Transformers models with one number per token, for reward models and critics in the main job."""
 
 import functools
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.part import InitialValues
-from ztk.hf.causal import parameters_on_meta, read_config, transformers_module
-from ztk.hf.documents import arguments_of, keeps_apart, known_documents
-from ztk.hf.kernels import inject_kernels
-from ztk.hf.values import DrawnValues, FolderValues
+from ztk.hf.causal import parameters_on_meta, read_config, trainable, transformers_module
+from ztk.hf.documents import arguments_of, known_documents
 from ztk.nn import Documents
-from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
-
-logger = logging.getLogger(__name__)
+from ztk.nn.lora import LoraPolicy
 
 HEAD = "score"  # the name in transformers' ...ForSequenceClassification of decoders
 _WEIGHT = f"{HEAD}.weight"
@@ -40,28 +34,14 @@ def open_scoring(
     Raises:
         ValueError: as `open_causal`; a family without such a model, and a folder with a `score` of several outputs.
     """
-    transformers = transformers_module()
     config = read_config(path)
     config.num_labels = 1
-    build = functools.partial(_build, transformers, config, path=path)
-    model, skeleton = build(), build()
-    values: InitialValues = DrawnValues(skeleton, seed=seed)
-    if init == "pretrained":
-        in_folder = FolderValues(path, model=skeleton, may_lack=(_WEIGHT,))
-        in_folder.fill_buffers(model)
-        values = in_folder if in_folder.has(_WEIGHT) else functools.partial(_joined, in_folder, values)
-    if kernels:
-        logger.warning("model.kernels: %s", inject_kernels(model, option="model.kernels"))
+    options: dict[str, Any] = {"init": init, "seed": seed, "lora": lora, "kernels": kernels, "may_lack": (_WEIGHT,)}
+    model, values = trainable(functools.partial(_build, config, path=path), config=config, path=path, **options)
     if lora is not None:
-        add_adapters(model, policy=lora, base=path)
-        values = adapter_values(values, model=model, seed=seed)
         getattr(model, HEAD).requires_grad_(True)
         model.peft_config["default"].values.update(task_type="SEQ_CLS", modules_to_save=[HEAD])
-    model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
-    model.config.use_cache = False
-    model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.forward = ScoringForward(model)
-    model.takes_documents = keeps_apart(config)
     return model.train(), values
 
 
@@ -74,12 +54,11 @@ def has_score(path: str) -> bool:
     return False
 
 
-def _build(transformers: Any, config: Any, *, path: str) -> Any:
+def _build(config: Any, *, path: str) -> Any:
+    auto = transformers_module().AutoModelForSequenceClassification
     try:
         with parameters_on_meta():
-            model = transformers.AutoModelForSequenceClassification.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
+            model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(
             f"model.path={path}: {str(error).splitlines()[0]}; name a decoder of a family that has one, such as Llama, Qwen or GPT-2"
@@ -90,10 +69,6 @@ def _build(transformers: Any, config: Any, *, path: str) -> Any:
             f"model.path={path}: {type(model).__name__} has no linear layer {HEAD!r} over its tokens, so it is no decoder; name a causal model"
         )
     return model
-
-
-def _joined(in_folder: InitialValues, drawn: InitialValues, *, name: str, start: int, stop: int) -> Tensor:
-    return (drawn if name == _WEIGHT else in_folder)(name=name, start=start, stop=stop)
 
 
 class ScoringForward:
