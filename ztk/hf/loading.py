@@ -30,7 +30,7 @@ _DEACTIVATE_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> bytes
 
 
-def complete(modeling_utils: ModuleType) -> None:
+def read_slices(modeling_utils: ModuleType) -> None:
     """Replaces the loading functions. modeling_utils: the module transformers.modeling_utils."""
     original = modeling_utils.PreTrainedModel._load_pretrained_model
 

@@ -10,13 +10,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-COMPLETED = {  # module -> ztk's module, whose `complete(module)` adjusts it
-    "accelerate.state": ("ztk.hf.ranks",),
-    "peft.utils.other": ("ztk.hf.copying",),
-    "transformers.modeling_utils": ("ztk.hf.loading", "ztk.hf.resizing"),
-    "transformers.training_args": ("ztk.hf.precision",),
-    "trl.models.utils": ("ztk.hf.generation",),
-    "trl.trainer.utils": ("ztk.hf.head",),
+COMPLETED = {  # module -> functions of this package that adjust it
+    "accelerate.state": ("adjustments.use_gloo",),
+    "peft.utils.other": ("adjustments.copy_gathered",),
+    "transformers.modeling_utils": ("loading.read_slices", "adjustments.keep_size"),
+    "transformers.training_args": ("adjustments.allow_bf16",),
+    "trl.models.utils": ("adjustments.keep_hooks",),
+    "trl.trainer.utils": ("adjustments.gather_head",),
 }
 
 
@@ -31,8 +31,9 @@ def watch() -> None:
 
 
 def _complete(module: ModuleType) -> None:
-    for name in COMPLETED[module.__name__]:
-        importlib.import_module(name).complete(module)
+    for path in COMPLETED[module.__name__]:
+        own, _, function = path.partition(".")
+        getattr(importlib.import_module(f"ztk.hf.{own}"), function)(module)
 
 
 class _Watcher(MetaPathFinder):
@@ -52,7 +53,7 @@ class _Watcher(MetaPathFinder):
 
 
 class _Completing(Loader):
-    """Runs another loader, then `complete`."""
+    """Runs another loader, then `_complete`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
