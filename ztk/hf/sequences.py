@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.hf.attention_interface import NAME, window_of
+from ztk.hf.documents import TESTED as WITH_DOCUMENTS
 from ztk.kernels import attention, attention_varlen
 from ztk.nn import Documents
 from ztk.parallel.sequence import Divisible
 
 # Families tested to compute parts like full sequences. Others (GPT-J, BLOOM, Falcon) have their own attention functions, which ignore
 # this rank's position in the sequence.
-TESTED = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
-    *("gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "cohere", "starcoder2"),
-)
+TESTED = (*WITH_DOCUMENTS, "gpt_bigcode", "opt", "cohere", "starcoder2")
 _BY_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the longest position of a rank
 _names = (f"ztk_parts_{number}" for number in itertools.count())
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.losses import causal_loss
+from ztk.hf.sequences import TESTED as IN_PARTS
 from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
 from ztk.parallel.pipeline.layers import BuiltLayers, Carry, MicroBatch
@@ -121,24 +122,7 @@ class CausalLayers(BuiltLayers):
 
 _KINDS = {"tokens": _TOKENS, "positions": _POSITIONS, "before": _BEFORE, "after": _AFTER}
 # Families tested to compute stages like the full model.
-TESTED = (
-    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
-    *(
-        "gpt2",
-        "gpt_bigcode",
-        "gptj",
-        "codegen",
-        "gpt_neo",
-        "gpt_neox",
-        "opt",
-        "bloom",
-        "falcon",
-        "mpt",
-        "phi",
-        "stablelm",
-    ),
-    *("cohere", "starcoder2"),
-)
+TESTED = (*IN_PARTS, "gptj", "codegen", "gpt_neo", "bloom", "falcon", "mpt")
 
 
 def stages_fault(config: Any) -> str | None:
