@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.documents import arguments_of, keeps_apart, known_documents
 from ztk.hf.kernels import inject_kernels
-from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import divisible, own_places
-from ztk.hf.stages import CausalLayers
+from ztk.hf.stages import CausalLayers, causal_loss
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.nn import Documents
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ztk.hf.documents import arguments_of, known_documents
-from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import TESTED as IN_PARTS
 from ztk.hf.sequences import own_places
+from ztk.kernels import cross_entropy
+from ztk.nn.loss import IGNORED
 from ztk.nn.staged import argument
 from ztk.parallel.pipeline.layers import BuiltLayers, Carry, MicroBatch
 
@@ -138,6 +139,15 @@ def stages_fault(config: Any) -> str | None:
             "false in config.json, or use topology.pipeline=1"
         )
     return None
+
+
+def causal_loss(model: Any, *, logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross entropy of logits [B, T, V] and targets [B, T], an fp32 scalar. Targets of -100 are ignored.
+
+    In training mode, adds the mean of logsumexp(logits)^2 with the model's weight `z_loss`, as `ztk.nn.loss.LanguageLoss` does.
+    """
+    z_loss = getattr(model, "z_loss", 0.0) if model.training else 0.0
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, z_loss=z_loss)
 
 
 def _decoder_of(model: Any) -> nn.Module:
