@@ -147,7 +147,7 @@ def test_documents_are_kept_apart_where_the_kernel_cannot_compute(changes, monke
     attention_interface.use_attention(model)
     with torch.no_grad():
         expected = CausalForward(model)(tokens, None, documents)
-        monkeypatch.setattr(attention_interface, "_is_packed", lambda *given, **named: False)
+        monkeypatch.setattr(attention_interface, "_fits", lambda *given, **named: False)
         torch.testing.assert_close(CausalForward(model)(tokens, None, documents), expected, rtol=0, atol=ABSOLUTE)
 
 

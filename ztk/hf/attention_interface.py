@@ -56,30 +56,19 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: query [B, H, T, D], key and value [B, K, S, D]; returns [B, T, H, D]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and _is_packed(query, key=key, dropout=dropout, extra=kwargs):
+    fits = _fits(query, key=key, value=value, dropout=dropout, extra=kwargs)
+    borders = kwargs.get("cu_seq_lens_q") if causal else None
+    if borders is not None:
         window = window_of(module, given=kwargs)
-        return _over_documents(query, key=key, value=value, scaling=scaling, window=window, extra=kwargs), None
-    if causal and kwargs.get("cu_seq_lens_q") is not None:
-        window = window_of(module, given=kwargs)
-        attention_mask = _mask(kwargs["cu_seq_lens_q"], rows=query.shape[0], window=window, device=query.device)
-    if not _fits(query, key=key, value=value, mask=attention_mask, dropout=dropout, extra=kwargs):
+        if fits:
+            return _over_documents(query, key=key, value=value, scaling=scaling, window=window, extra=kwargs), None
+        attention_mask = _mask(borders, rows=query.shape[0], window=window, device=query.device)
+    if attention_mask is not None or query.shape[2] == 1 or not fits:
         return _torch()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     out = attention(*(x.transpose(1, 2) for x in (query, key, value)), causal=causal, scale=scaling)
     return out, None
-
-
-def _is_packed(query: Tensor, *, key: Tensor, dropout: float, extra: dict) -> bool:
-    """Returns whether the documents' borders are known, so that the mask adds nothing except a window."""
-    return (
-        extra.get("cu_seq_lens_q") is not None
-        and dropout == 0.0
-        and extra.get("position_bias") is None
-        and query.shape[2] == key.shape[2]
-        and query.shape[3] <= _MAX_HEAD
-        and query.dtype == key.dtype
-    )
 
 
 def window_of(module: nn.Module, *, given: dict) -> int:
@@ -110,17 +99,16 @@ def _mask(cu_seqlens: Tensor, *, rows: int, window: int, device: torch.device) -
     return seen & (document.unsqueeze(3) == document.unsqueeze(2))
 
 
-def _fits(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, extra: dict) -> bool:
-    """Returns whether the kernel computes this call.
+def _fits(query: Tensor, *, key: Tensor, value: Tensor, dropout: float, extra: dict) -> bool:
+    """Returns whether the kernels compute this call, apart from a mask.
 
     Without a mask, transformers attends to all keys, or causally if there are as many keys as queries.
     """
     return (
-        mask is None
-        and dropout == 0.0
+        dropout == 0.0
         and extra.get("position_bias") is None
         and key.shape == value.shape
-        and query.shape[2] == key.shape[2] > 1
+        and query.shape[2] == key.shape[2]
         and query.shape[3] <= _MAX_HEAD
         and query.dtype == key.dtype == value.dtype
     )
