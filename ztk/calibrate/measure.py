@@ -78,7 +78,7 @@ def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
-def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here") -> Hardware:
+def combine(ranks: Sequence[dict[str, Any]], *, source: str) -> Hardware:
     """Combines the ranks' numbers into one `Hardware`, which has the slowest rate and the smallest capacity of each kind."""
     largest = ("reserve_bytes", "host_reserve_bytes", "link_latency", "operation_latency", "ranks_per_node")
     plain = [key for key in ranks[0] if key != "curves"]
@@ -90,7 +90,7 @@ def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here")
         }
     for key in ("capacity_bytes", "reserve_bytes", "host_capacity_bytes", "host_reserve_bytes", "ranks_per_node"):
         numbers[key] = int(numbers[key])
-    return Hardware(name=name, source=source, **numbers)
+    return Hardware(name="here", source=source, **numbers)
 
 
 def _memory(process: Process) -> dict[str, float]:

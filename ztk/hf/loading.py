@@ -61,7 +61,7 @@ def load_slices(model: nn.Module, *, files: list[str], load_config: Any) -> Any:
                 info.mismatched_keys.add((name, torch.Size(entry.shape), targets[name].shape))
             else:
                 _fill(targets[name], entry=entry)
-    _read[model] = source.counter.nbytes
+    _read[model] = source.nbytes
     return info
 
 

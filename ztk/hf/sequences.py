@@ -6,7 +6,6 @@ a window and documents, which the parallel attention implements. Results have th
 
 import importlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,7 +130,7 @@ def divisible(model: Any) -> Divisible:
         raise ValueError(fault)
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     own = PartAttention(kernels=model.config._attn_implementation == NAME)
-    functions.register(name := next(_names), _function(own))
+    functions.register(name := next(_names), own.__call__)
     model.set_attn_implementation(name)  # transformers creates no mask for a name without a mask function
     model.part_attention = own
     text = model.config.get_text_config()
@@ -143,10 +142,3 @@ def own_places(model: Any) -> Tensor | slice | None:
     """Returns this rank's tokens of a sequence, int64 [T / n] or a slice. None if the rank has all."""
     attention = getattr(model, "part_attention", None)
     return None if attention is None else attention.positions
-
-
-def _function(own: PartAttention) -> Callable:
-    def attend(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
-        return own(module, *given, **options)
-
-    return attend

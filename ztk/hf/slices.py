@@ -11,8 +11,8 @@ from torch import Tensor
 class TensorSlice:
     """A tensor in a file, not read yet."""
 
-    def __init__(self, key: str, *, entry: Any, counter: "SliceCounter") -> None:
-        self.key, self.shape = key, tuple(entry.get_shape())
+    def __init__(self, entry: Any, *, counter: "SafetensorsSlices") -> None:
+        self.shape = tuple(entry.get_shape())
         self._entry, self._counter = entry, counter
 
     def full(self) -> Tensor:
@@ -32,17 +32,11 @@ class TensorSlice:
         return values
 
 
-class SliceCounter:
-    """The number of bytes that were read."""
-
-    nbytes = 0
-
-
 class SafetensorsSlices:
-    """The tensors of some files by name, as a context manager that closes the files. `counter.nbytes` grows with every read."""
+    """The tensors of some files by name, as a context manager that closes the files. nbytes: read so far."""
 
     def __init__(self, files: list[str]) -> None:
-        self.counter = SliceCounter()
+        self.nbytes = 0
         self._files, self._stack = files, ExitStack()
 
     def __enter__(self) -> dict[str, TensorSlice]:
@@ -50,7 +44,7 @@ class SafetensorsSlices:
         for file in self._files:
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
             for key in handle.keys():  # noqa: SIM118 - no mapping
-                found[key] = TensorSlice(key, entry=handle.get_slice(key), counter=self.counter)
+                found[key] = TensorSlice(handle.get_slice(key), counter=self)
         return found
 
     def __exit__(self, *raised: object) -> None:
