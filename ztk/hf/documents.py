@@ -8,9 +8,9 @@ and needs no mask.
 
 import functools
 import importlib
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,15 +26,8 @@ TESTED = (
 )
 _SEARCH = "find_packed_sequence_indices"  # in transformers.masking_utils
 _BY_MASK_ALONE = ("stablelm",)  # their layers do not forward the model's keyword arguments to attention
-
-
-class _Thread(threading.local):
-    """has_none: whether the current forward of this thread has one document per sequence."""
-
-    has_none = False
-
-
-_this_thread = _Thread()
+# Whether the current forward has one document per sequence.
+_has_none: ContextVar[bool] = ContextVar("ztk_has_no_documents", default=False)
 
 
 def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
@@ -99,11 +92,11 @@ def known_documents(documents: Documents | None, *, config: Any = None) -> Itera
         yield
         return
     _let_search_ask()
-    before, _this_thread.has_none = _this_thread.has_none, True
+    token = _has_none.set(True)
     try:
         yield
     finally:
-        _this_thread.has_none = before
+        _has_none.reset(token)
 
 
 @functools.cache
@@ -116,7 +109,7 @@ def _let_search_ask() -> None:
 
     @functools.wraps(search)
     def asked(position_ids: Tensor) -> Tensor | None:
-        return None if _this_thread.has_none else search(position_ids)
+        return None if _has_none.get() else search(position_ids)
 
     setattr(masks, _SEARCH, asked)
 
