@@ -14,7 +14,7 @@ from tests.report.test_compare import make_sweep
 from ztk.report.__main__ import main
 from ztk.report.folder import write_failed_summary
 from ztk.report.heartbeat import Heartbeat
-from ztk.report.html import curves, failures
+from ztk.report.html import data as collected
 from ztk.report.html import live as live_pages
 from ztk.report.html.data import collect
 from ztk.report.html.page import render, write_report
@@ -150,7 +150,7 @@ def test_bands_span_the_repeats_and_long_runs_keep_their_last_step(data, tmp_pat
     assert first["step"] == [1, 2, 3, 4, 5] and first["median"] == [11.0, 21.0, 31.0, 41.0, 51.0]
     assert first["low"][0] == 10.0 and first["high"][0] == 12.0 and first["n"] == 3
     assert (first["arm"], second["arm"], second["median"][-1]) == (0, 1, 151.0)
-    monkeypatch.setattr(curves, "POINTS", 2)
+    monkeypatch.setattr(collected, "_POINTS", 2)
     assert collect(tmp_path)["curves"][0]["step"] == [2, 5] and collect(tmp_path)["curves"][0]["every"] == 3
 
 
@@ -158,7 +158,7 @@ def test_a_failure_has_the_end_of_the_log_of_the_rank_it_names(data):
     (failure,) = data["failures"]
     assert data["runs"][failure["run"]][0] == "job2-0"
     assert failure["error"] == f"rank 1: {HOSTILE}" and failure["log"] == "ranks/rank1.log"
-    assert failure["end"].endswith(HOSTILE) and len(failure["end"]) == failures.LETTERS
+    assert failure["end"].endswith(HOSTILE) and len(failure["end"]) == collected._LETTERS
 
 
 def test_a_job_that_does_not_fit_is_a_row(tmp_path):

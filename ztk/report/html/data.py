@@ -10,11 +10,9 @@ from typing import Any
 import pandas
 
 from ztk.report.history import LARGER_IS_BETTER, load, own_words
-from ztk.report.html.curves import curves
-from ztk.report.html.failures import failures
 from ztk.report.html.predictions import is_plan, predictions
 from ztk.report.statistics import median_interval
-from ztk.report.status import Status
+from ztk.report.status import Status, read_summary
 
 # Keys of summary.json -> labels on the page.
 METRICS = {
@@ -34,6 +32,12 @@ METRICS = {
 }
 _OF_THE_RUN = ("run", "status", "arm", "repeat")
 _OF_THE_MACHINE = ("commit", "device_name", "host")
+_CURVES = ("loss", "validation_loss", "reward")
+_POINTS = 150  # per arm and curve; 100 arms take 0.4 MB
+_FAILED = (Status.failed.value, Status.interrupted.value, Status.refused.value, Status.dead.value)
+_LETTERS = 4_000  # per log
+_BUDGET = 300_000  # letters in all logs
+_CHUNK = 64_000  # bytes read per log
 
 
 def collect(folder: str | os.PathLike) -> dict[str, Any]:
@@ -43,7 +47,8 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
     `runs`: rows in their order.
     `arms`: name, number of runs, and per metric [n, median, low, high] over the finished ones.
     `same`: the settings that all runs share.
-    `curves`, `failures`, `predictions`: from the modules with these names. Runs of `task=plan` are predictions, not rows.
+    `curves`: see `_curves`. `failures`: see `_failures`. `predictions`: of `ztk.report.html.predictions`; runs of `task=plan` are
+    predictions, not rows.
 
     Raises:
         ValueError: there is no run.
@@ -74,8 +79,8 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
         "runs": [[plain(row[column["key"]]) for column in columns] for row in runs.to_dict("records")],
         "arms": [_arm(arm, name=name, runs=runs, metrics=metrics) for arm, name in names.items()],
         "same": same,
-        "curves": curves(found.history, runs=runs, arms=list(names)),
-        "failures": failures(runs, root=root),
+        "curves": _curves(found.history, runs=runs, arms=list(names)),
+        "failures": _failures(runs, root=root),
         "predictions": predictions(found, plans=plans, settings=settings, root=root),
     }
 
@@ -143,3 +148,85 @@ def _arm(arm: str, *, name: str, runs: pandas.DataFrame, metrics: Sequence[str])
             interval = median_interval(values)
             found[key] = [interval.n, *(plain(end) for end in (interval.median, interval.low, interval.high))]
     return {"arm": arm, "name": name, "runs": len(own), "metrics": found}
+
+
+# Losses over steps
+
+
+def _curves(history: pandas.DataFrame, *, runs: pandas.DataFrame, arms: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns one entry per logged key of `_CURVES` and arm: key, arm (index in `arms`), n (runs), and lists step, median, low and high.
+
+    low, high: smallest and largest of the repeats; None if the arm has one run. At most `_POINTS` evenly chosen steps, including the last.
+    every: the interval between the chosen logged steps. Numbers have 6 digits. A loss that is not a number becomes None.
+    """
+    found = []
+    arm_of = dict(zip(runs["run"], runs["arm"].map(str), strict=True))
+    for key in _CURVES:
+        if key not in history:
+            continue
+        rows = history[["run", "step", key]].dropna(subset=["step"])
+        rows = rows.assign(arm=rows["run"].map(arm_of)).dropna(subset=["arm"])
+        for arm, own in rows.groupby("arm", sort=False):
+            if own[key].notna().any():
+                found.append({"key": key, "arm": arms.index(str(arm)), **_curve(own, key=key)})
+    return found
+
+
+def _curve(rows: pandas.DataFrame, *, key: str) -> dict[str, Any]:
+    rows = rows.assign(**{key: rows[key].astype(float)})
+    steps = rows.groupby("step")[key].agg(["median", "min", "max"])
+    if key != _CURVES[0]:
+        steps = steps.dropna()  # logged only at some steps
+    every = max(1, -(-len(steps) // _POINTS))
+    kept = steps.iloc[[*range(len(steps) - 1, -1, -every)][::-1]]
+    count = int(rows["run"].nunique())
+    curve = {"n": count, "every": every, "step": [int(step) for step in kept.index], "median": _short(kept["median"])}
+    return curve | (
+        {"low": _short(kept["min"]), "high": _short(kept["max"])} if count > 1 else {"low": None, "high": None}
+    )
+
+
+def _short(values: pandas.Series) -> list[float | None]:
+    return [float(f"{value:.6g}") if abs(value) < float("inf") else None for value in values]
+
+
+# Runs that did not end well
+
+
+def _failures(runs: pandas.DataFrame, *, root: Path) -> list[dict[str, Any]]:
+    """Returns run (its row), status, error (None if nothing was recorded), log (the file, relative to the run) and the end of its
+    text.
+    """
+    places = [place for place, status in enumerate(runs["status"]) if status in _FAILED]
+    letters = min(_LETTERS, _BUDGET // max(1, len(places)))
+    found = []
+    for place in places:
+        folder = root / runs["run"][place]
+        log = _log(folder, error=str(read_summary(folder).get("error") or ""))
+        found.append(
+            {
+                "run": place,
+                "status": runs["status"][place],
+                "error": read_summary(folder).get("error"),
+                "log": str(log.relative_to(folder)) if log else None,
+                "end": _end(log)[-letters:] if log else "",
+            }
+        )
+    return found
+
+
+def _log(folder: Path, *, error: str) -> Path | None:
+    """Returns the log of the rank that the error names ("rank 1: ..."), else of the first rank with a traceback, else the first non-empty
+    one.
+    """
+    logs = sorted(folder.glob("ranks/rank*.log"), key=lambda log: (len(log.name), log.name))
+    logs = [log for log in logs if log.stat().st_size]
+    named = [log for log in logs if error.startswith(f"{log.stem.replace('rank', 'rank ')}:")]
+    raised = [log for log in logs if "Traceback" in _end(log)]
+    return next(iter([*named, *raised, *logs]), None)
+
+
+def _end(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(-min(_CHUNK, log.stat().st_size), os.SEEK_END)
+        return file.read().decode("utf-8", errors="replace")
