@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts import results_page
-from scripts.engine_chart import latest
+from scripts.results_page import latest
 
 CHECKOUT = Path(__file__).parents[2]
 DOCS = CHECKOUT / "docs"

@@ -69,6 +69,6 @@ def test_one_folder_per_gpu(tmp_path):
     assert results.folder_of("NVIDIA H200").name == "nvidia-h200"
     assert results.folder_of("NVIDIA RTX PRO 6000 (MIG 1g/24gb)").name == "nvidia-rtx-pro-6000-mig-1g-24gb"
     assert results.commit_of(tmp_path) == "unknown"  # a copy without .git
-    of_a_cpu = {"engine_chart.py", "published_runs.py"}
+    of_a_cpu = {"published_runs.py"}
     scripts = results.Path(results.__file__).parent.glob("*.py")
     assert {path.name for path in scripts if '"results"' in path.read_text()} == {"results.py"} | of_a_cpu
