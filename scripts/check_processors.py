@@ -25,9 +25,13 @@ CHOSEN = (
     "tests/test_rounding.py",
     "tests/nn/test_decoder.py::test_forward_and_gradients_equal_the_plain_implementation",
     "tests/parallel/moe/test_layers.py",
-    "tests/zero/test_behaviour.py::test_accumulated_micro_batches_equal_one_batch",
+    # A tier changes no bit of a stage.
+    *(
+        f"tests/zero/test_behaviour.py::test_accumulated_micro_batches_equal_one_batch[none-{stage}]"
+        for stage in range(4)
+    ),
     "tests/zero/test_behaviour.py::test_no_sync_moves_no_gradient_and_changes_no_result",
-    "tests/zero/test_bit_identity.py::test_fp32_equals_a_plain_loop",
+    "tests/zero/test_bit_identity.py::test_fp32_equals_a_plain_loop[4]",
 )
 
 

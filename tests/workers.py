@@ -10,8 +10,8 @@ from tests.quick import is_quick
 
 # From about 30 seconds on, longest first.
 LONGEST = (
-    "tests/planner/test_combinations.py",
     "tests/kernels/test_aot.py",
+    "tests/planner/test_combinations.py",
     "tests/cli/test_sweep.py",
     "tests/test_examples.py",
     "tests/zero/test_bit_identity.py",
