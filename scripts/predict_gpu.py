@@ -45,7 +45,7 @@ STEPS = {
     "stage 3, half of the states in main memory": ("zero=stage3", "offload=cpu", "offload.optimizer_fraction=0.5"),
 }
 BYTES = 2  # of bf16
-# Steps of scripts/first_hour.py: name, number in its result, and overrides. scripts/gpu_item.py chooses the batch by the GPU's memory.
+# Steps of scripts/first_hour.py: name, number in its result, and overrides. scripts/gpu_training.py chooses the batch by the GPU's memory.
 MEASURED = (
     ("speed ztk0", "step_seconds", ("zero=stage0",)),
     ("overlap ztk3+cpu", "step", ("zero=stage3", "offload=cpu")),

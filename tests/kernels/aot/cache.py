@@ -51,7 +51,7 @@ from ztk.kernels.launch.machine import MACHINES
 LIBTRITON = Path(triton.__file__).parent / "_C" / "libtriton.so"
 RUN = JITFunction.run  # Triton's own, which `noting` replaces
 _HALVES = (torch.bfloat16,)
-# Models of scripts/gpu_item.py: dtypes, batch, and length. The 1B model has another batch on an H200.
+# Models of scripts/gpu_training.py: dtypes, batch, and length. The 1B model has another batch on an H200.
 MODELS = (
     (SMALL, (torch.float32, torch.bfloat16, torch.float16), 8, 256),
     (MEDIUM, _HALVES, 4, 256),
