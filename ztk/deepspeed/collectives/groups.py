@@ -209,7 +209,7 @@ def _need_ranks() -> None:
         raise RuntimeError("no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() before")
 
 
-# What `deepspeed.utils.groups` has of this module.
+# Names that `deepspeed.utils.groups` takes from this module.
 __all__ = [
     *("_clone_world_group", "_zero_param_parallel_is_initialized", "initialize"),
     *(name for name in globals() if name.startswith(("get_", "_get_"))),
