@@ -21,7 +21,7 @@ def test_pool_bytes_count_buffers_and_one_block_per_thread() -> None:
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [
-        ({"optimizer": "disk"}, ("offload.optimizer='disk'", "none, cpu, nvme")),
+        ({"optimizer": "disk"}, ("offload.optimizer=disk", "none, cpu, nvme")),
         ({"parameters": "nvme"}, ("offload.nvme_path", "offload.nvme_path=FOLDER")),
         ({"buffer_count": 2}, ("offload.buffer_count=2", "3 or more")),
         ({"buffer_bytes": 5000}, ("offload.buffer_bytes=5000", "offload.buffer_bytes=8192")),
