@@ -25,6 +25,7 @@ _FIXES = {
     errno.EROFS: "the filesystem is read-only: save to another one",
     errno.EACCES: "the folder is not writable for this user: change its permissions, or save elsewhere",
     errno.ENOTDIR: "a part of the path is a file: save elsewhere",
+    errno.EEXIST: "a part of the path is a file: save elsewhere",  # of a folder to make
     errno.EIO: "the device failed (see the kernel log: dmesg): save to another disk",
 }
 

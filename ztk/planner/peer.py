@@ -50,9 +50,9 @@ def as_peer(peer: Peer) -> Iterator[None]:
 def _block(way: Way) -> dict[str, Callable]:
     """Names of functions in the modules of `ztk.nn` -> the peer's functions."""
     gated: dict[str, Callable] = {"mlp.swiglu": _swiglu, "moe.swiglu": _swiglu}
-    repeated: dict[str, Callable] = {"attention.attention": _repeated_attention}
+    repeated: dict[str, Callable] = {"self_attention.attention": _repeated_attention}
     if way is Way.eager:
-        return {"norm.rms_norm": _rms_norm, "attention.rope": _rope} | gated | repeated
+        return {"norm.rms_norm": _rms_norm, "self_attention.rope": _rope} | gated | repeated
     return gated if way is Way.flash else repeated if way is Way.compiled else {}
 
 
