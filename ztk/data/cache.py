@@ -17,7 +17,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 def built_once(target: Path, *, build: Callable[[Path], object]) -> Path:
     """Returns `target`, which one process builds under a lock while others wait.
 
-    build: makes the file or folder at a path next to `target`, which is renamed. It finds there what a killed builder left.
+    build: makes the file or folder at a path next to `target`, which is renamed. Files of a killed builder may be there.
 
     Raises ValueError if the cache cannot be written.
     """

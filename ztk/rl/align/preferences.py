@@ -1,7 +1,7 @@
 """Losses over preferences: of reward models over pairs of sequences, of direct preference optimisation over log-probabilities of chosen and
 rejected answers, and of Kahneman-Tversky optimisation over single answers with labels.
 
-Losses have the dtype of the log-probabilities; those of reward models are float32, or float64 for float64 values.
+Losses have the dtype of the log-probabilities. Losses of reward models are float32, or float64 for float64 values.
 """
 
 import math

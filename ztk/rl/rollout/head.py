@@ -5,7 +5,7 @@ See `ztk.kernels.linear_logprob`. On a CPU the results are bitwise equal to the 
 depend on their number, which `rollout.identity` detects.
 
 `layout` has the texts of a forward. `mask` is bool [S, length] on the CPU: N tokens of these texts, never a text's first. `model` is an
-engine, or what takes its place in a micro-batch's `loss_of`.
+engine, or the model that a micro-batch's `loss_of` receives.
 """
 
 from collections.abc import Callable

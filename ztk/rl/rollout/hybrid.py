@@ -72,7 +72,7 @@ class Requests:
 class TurnDraws:
     """Samples answers turn by turn. A collective object: ranks whose forwards depend on each other make the same calls.
 
-    draw: appends the next turn to samples, whose `finished` then says whether the turn ended by itself. limits int64 [S]: most tokens of
+    draw: appends the next turn to samples, and sets their `finished` for turns that ended by themselves. limits int64 [S]: most tokens of
     this turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has.
     """
 

@@ -286,7 +286,7 @@ class Comm:
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_object(self, obj: object, *, label: str) -> Any:
-        """Rank 0's `obj` (picklable) on every rank, by one broadcast if it is small. What the other ranks pass is not read. Waits."""
+        """Rank 0's `obj` (picklable) on every rank, by one broadcast if it is small. Other ranks' `obj` is ignored. Waits."""
         note_read("an object of another rank")
         data = pickle.dumps(obj) if self.rank == 0 else b""
         head = len(data).to_bytes(8, "little") + data[: INLINE_BYTES - 8]
