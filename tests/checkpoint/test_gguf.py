@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.inference.models import build, save_letters
 from tests.rl.align.chats import train_tokenizer
@@ -46,6 +46,7 @@ def save(folder: Path, *, family: str) -> dict[str, torch.Tensor]:
 def test_f16_and_back_is_the_same_model(family, tmp_path):
     """Bit by bit; logits, too, since rows of query and key come back where they were. Gemma's norms have 1 added and taken off."""
     weights = save(tmp_path / "own", family=family)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, tmp_path / "own" / "consolidated.safetensors")  # as Mistral's
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     unpack(tmp_path / "model.gguf", to=tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
@@ -197,6 +198,9 @@ def test_what_is_not_written_is_refused(tmp_path):
     build("llama").save_pretrained(tmp_path / "letters")
     save_letters(tmp_path / "letters")
     with pytest.raises(ValueError, match="is not a byte-level BPE"):
+        export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
+    (tmp_path / "letters" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no safetensors files; save the model by save_pretrained"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
     with pytest.raises(ValueError, match="--kind Q5_K: must be F16, Q8_0, Q4_0 or Q4_1"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf", kind="Q5_K")

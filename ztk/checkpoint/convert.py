@@ -22,6 +22,7 @@ from ztk.checkpoint.manifest import BUFFER, MANIFEST, Manifest, TensorInfo, enco
 from ztk.checkpoint.shardfile import Slice, describe_file, file_name
 from ztk.checkpoint.sources import Key, SafetensorsSource, Source, StateDictSource, TorchDistributedSource
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
+from ztk.core.policies.records import weight_files
 from ztk.zero.update.piece_states import FROZEN, MASTER
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama, which may store tied weights twice
@@ -88,12 +89,8 @@ def open_source(path: str | os.PathLike) -> Source:
         return StateDictSource(path)
     if (path / ".metadata").is_file():
         return TorchDistributedSource(path)
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return SafetensorsSource([path / name for name in names])
-    if single.is_file():
-        return SafetensorsSource([single])
+    if files := weight_files(path):
+        return SafetensorsSource(files)
     raise CheckpointError(
         f"{path} cannot be imported: it is neither a .safetensors file, a folder with model.safetensors or its index, a "
         "file of torch.save, nor a folder of torch.distributed.checkpoint or DeepSpeed"

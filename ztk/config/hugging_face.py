@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName, Packing
 from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.records import weight_files
 from ztk.core.policies.runs import HUGGING_FACE, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
@@ -139,7 +140,7 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
     if not is_hugging_face(model):
         return
     folder = Path(model.path or "").expanduser()
-    if model.init is ModelInit.pretrained and not list(folder.glob("*.safetensors")):
+    if model.init is ModelInit.pretrained and not weight_files(folder):
         yield (
             f"model.path={model.path}: there are no safetensors files: save the model by save_pretrained, or use model.init=random"
         )

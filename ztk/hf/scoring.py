@@ -8,6 +8,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.records import weight_files
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import parameters_on_meta, read_config, trainable, transformers_module
 from ztk.hf.documents import arguments_of, known_documents
@@ -47,7 +48,8 @@ def open_scoring(
 
 def has_score(path: str) -> bool:
     """Returns whether the folder's files have an output layer for values, as in reward models."""
-    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+    files = [file for file in weight_files(Path(path).expanduser()) if file.is_file()]
+    for file in files:
         with safetensors.safe_open(file, framework="pt") as entries:
             if _WEIGHT in entries.keys():  # noqa: SIM118 - no mapping
                 return True

@@ -3,7 +3,6 @@
 import copy
 import functools
 import importlib
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.records import weight_files
 from ztk.core.runtime.seed import derive_seed
 from ztk.hf.loading import converted_values, names_in_model
 from ztk.hf.slices import SafetensorsSlices
@@ -90,18 +90,14 @@ class FolderValues:
 
 def _files(path: str) -> list[str]:
     """Returns the safetensors files of a folder. Raises ValueError if there are none."""
-    folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    names = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    )
-    lacking = [name for name in names if not (folder / name).is_file()]
+    files = weight_files(path) or [Path(path, "model.safetensors")]
+    lacking = [file.name for file in files if not file.is_file()]
     if lacking:
         raise ValueError(
             f"model.path={path}: there is no {lacking[0]}; save the model by save_pretrained, which writes safetensors, or use "
             "model.init=random"
         )
-    return [str(folder / name) for name in names]
+    return [str(file) for file in files]
 
 
 class DrawnValues:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import load as load_config
 from ztk.core.policies.inference import calibration_faults
+from ztk.core.policies.records import weight_files
 from ztk.data.documents import Fault, read_documents
 from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
@@ -142,7 +143,7 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
     """
     folder = Path(model_folder(path))
     is_pretrained = (folder / "config.json").is_file()
-    is_full = is_pretrained and not (_is_own_family(folder) and any(folder.glob("*.safetensors")))
+    is_full = is_pretrained and not (_is_own_family(folder) and weight_files(folder))
     if is_full or (folder / MANIFEST).is_file():
         yield open_model(path, ema=ema)
         return

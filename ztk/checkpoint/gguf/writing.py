@@ -18,6 +18,7 @@ from ztk.checkpoint.gguf.families import as_gguf, metadata_of, to_gguf
 from ztk.checkpoint.gguf.reading import gguf_library
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer
 from ztk.checkpoint.sources import SafetensorsSource
+from ztk.core.policies.records import weight_files
 
 KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1")
 _HEADS = (
@@ -64,7 +65,10 @@ def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
         if ema:
             raise ValueError(f"--ema: {path} has one set of weights; leave it out, or name a checkpoint")
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        source = SafetensorsSource(sorted(path.glob("*.safetensors")))
+        files = weight_files(path)
+        if not files:
+            raise ValueError(f"--format gguf: {path} has no safetensors files; save the model by save_pretrained")
+        source = SafetensorsSource(files)
         yield _Model(config=config, tokenizer=path, names=[name for _, name in source.shapes()], full=source.full)
         return
     manifest = full_manifest(path)
