@@ -362,8 +362,7 @@ def build_reporter(
     process, given = engine.process, getattr(engine, "script_optimizer", None)  # the peers' engines have none
     return Reporter(
         policies.report_policy(config, total_steps=total_steps),
-        rank=process.rank,
-        world_size=process.world_size,
+        comm=engine.comm,
         gauges=Gauges(
             memory=engine.memory,
             comm=engine.process.mesh.counters,
@@ -371,7 +370,6 @@ def build_reporter(
             io=engine.io,
             device=process.device,
         ),
-        gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=parameters or parameter_count(engine.module) or engine.num_parameters,
         module=engine.module,
         work=work,

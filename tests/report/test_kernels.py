@@ -20,8 +20,7 @@ def made(folder, *, every: int = 2, ceilings: Ceilings | None = None, **options)
     policy = ReportPolicy(
         folder=str(folder), total_steps=5, draws=False, kernels=KernelPolicy(every=every, ceilings=ceilings)
     )
-    sizes = {"rank": 0, "world_size": 1, "parameters": 1000}
-    return Reporter(policy, gauges=make_gauges(), gather=alone, **sizes | options)
+    return Reporter(policy, gauges=make_gauges(), comm=alone(), parameters=1000, **options)
 
 
 def step(reporter: Reporter, *, calls: int = 1, aside: int = 0) -> None:

@@ -48,7 +48,7 @@ def test_a_run_writes_a_trace_and_the_memory_of_the_asked_steps(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     gauges, clock = make_gauges(), PhaseClock()
     policy = ReportPolicy(folder=str(tmp_path), total_steps=4, draws=False, profile=ProfilePolicy(first=2, last=3))
-    with Reporter(policy, rank=0, world_size=1, parameters=8, gauges=gauges, gather=alone, module=model) as reporter:
+    with Reporter(policy, comm=alone(), parameters=8, gauges=gauges, module=model) as reporter:
         for _ in range(4):
             with clock.phase("forward"):
                 loss = model(torch.ones(2, 8)).sum()
@@ -70,13 +70,12 @@ def test_a_run_writes_a_trace_and_the_memory_of_the_asked_steps(tmp_path):
 
 def test_what_other_threads_do_is_in_the_trace_and_an_early_end_writes_it(tmp_path):
     policy = ReportPolicy(folder=str(tmp_path), total_steps=9, draws=False, profile=ProfilePolicy(first=1, last=9))
-    sizes = {"rank": 0, "world_size": 1, "parameters": 8}
 
     def work() -> None:
         with named("all_gather b"):
             torch.ones(2)
 
-    with Reporter(policy, gauges=make_gauges(), gather=alone, **sizes) as reporter:
+    with Reporter(policy, gauges=make_gauges(), comm=alone(), parameters=8) as reporter:
         thread = threading.Thread(target=work, name="ztk-comm")
         thread.start()
         thread.join()

@@ -13,7 +13,10 @@ from matplotlib.figure import Figure
 
 from ztk import report
 from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
+from ztk.core.runtime.comm import Comm
 from ztk.core.runtime.comm.counters import CommCounters
+from ztk.core.runtime.comm.planned import PlannedComm
+from ztk.core.runtime.comm.transport import SingleRankTransport
 from ztk.core.runtime.io import IoCounters
 from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
@@ -51,19 +54,20 @@ def make_gauges() -> report.Gauges:
     return report.Gauges(memory=MemoryLedger(), comm=CommCounters(), clock=PhaseClock(), io=IoCounters())
 
 
-def alone(values: torch.Tensor) -> torch.Tensor:
-    """The gather of a world of one."""
-    return values[None]
+def alone() -> Comm:
+    return Comm(SingleRankTransport(), rank=0, size=1, device=torch.device("cpu"))
 
 
-def make_reporter(folder: Path, *, gauges: report.Gauges | None = None, gather=alone, **options) -> Reporter:
+def make_reporter(
+    folder: Path, *, gauges: report.Gauges | None = None, comm: Comm | None = None, **options
+) -> Reporter:
     names = ("every", "total_steps", "tracker", "tracker_every", "plain_seconds")
     policy = ReportPolicy(folder=str(folder), **{"total_steps": 4} | {k: options.pop(k) for k in names if k in options})
     return Reporter(
         policy,
-        **{"rank": 0, "world_size": 1, "parameters": 1000} | options,
+        **{"parameters": 1000} | options,
         gauges=gauges or make_gauges(),
-        gather=gather,
+        comm=comm or alone(),
     )
 
 
@@ -151,10 +155,9 @@ def test_seconds_are_of_one_rank_and_categories_are_of_the_peak():
 
 
 def test_loss_is_the_mean_over_ranks_and_counters_their_maximum(tmp_path):
-    def two_ranks(values):
-        return torch.stack([values, values * 3])
-
-    with make_reporter(tmp_path, gather=two_ranks, total_steps=1, world_size=2) as reporter:
+    comm = alone()
+    comm.size, comm.gather_scalars = 2, lambda values, label: torch.stack([values, values * 3])
+    with make_reporter(tmp_path, comm=comm, total_steps=1) as reporter:
         reporter._gauges.memory.add(tier=Tier.device, category="parameters", nbytes=7)
         reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics)
     (row,) = rows_of(tmp_path)
@@ -290,7 +293,7 @@ def test_overflow_and_nan_do_not_stop_the_record(tmp_path, capsys):
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
-    summary = train(make_reporter(tmp_path / "none", rank=1), losses=[1.0] * 4)
+    summary = train(make_reporter(tmp_path / "none", comm=PlannedComm(rank=1, size=2)), losses=[1.0] * 4)
     assert summary["steps"] == 4
     assert not (tmp_path / "none").exists()
     assert capsys.readouterr().out == ""

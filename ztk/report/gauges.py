@@ -1,6 +1,5 @@
-"""Flattens the counters of a rank to numbers, and gathers the numbers of all ranks."""
+"""Flattens the counters of a rank to numbers."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +56,3 @@ class Gauges:
         at_peak = {tier.label: self.memory.by_category_at_peak(tier) for tier in Tier}
         now = {tier.label: self.memory.by_category(tier) for tier in Tier}
         return {"memory": now, "at_peak": at_peak, "peak": self.peak_bytes()}
-
-
-def gather_json(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:
-    """Gathers a JSON value from every rank, in rank order, on every rank."""
-    text = json.dumps(value).encode()
-    longest = int(gather(torch.tensor([float(len(text))], device=device)).max())
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.float32, device=device)
-    return [json.loads(bytes(row)) for row in gather(padded).to(torch.uint8).tolist()]

@@ -1,5 +1,6 @@
 """Records a run while it proceeds. Every rank has a reporter; rank 0 writes and draws."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.utilization import Work
+from ztk.core.runtime import Comm
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
-from ztk.report.gauges import Gather, Gauges, gather_json
+from ztk.report.gauges import Gauges
 from ztk.report.kernels import KernelLog, KernelPolicy
 from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
@@ -76,10 +78,8 @@ class Reporter:
         self,
         policy: ReportPolicy,
         *,
-        rank: int,
-        world_size: int,
+        comm: Comm,
         gauges: Gauges,
-        gather: Gather,
         parameters: int,
         first_step: int = 0,
         first_tokens: int = 0,
@@ -90,7 +90,7 @@ class Reporter:
         work: Work | None = None,
         acted: Mapping[str, Any] | None = None,
     ) -> None:
-        """gather: [k] of every rank -> [world, k] on all.
+        """comm: of all ranks.
         parameters: number of parameters of the full model.
         first_step, first_tokens, digest, first_loss, last_loss: values at the checkpoint from which the run continues.
         module: the model whose modules a profile names.
@@ -99,15 +99,16 @@ class Reporter:
         summary.
         """
         self._acted = dict(acted or {})
-        self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
-        self._gauges, self._gather, self._first_step = gauges, gather, first_step
+        self._policy, self._comm, self._parameters = policy, comm, parameters
+        self._gauges, self._first_step = gauges, first_step
+        self._gather = gather = functools.partial(comm.gather_scalars, label="report")
         self._rows = RowBuilder(
             gauges=gauges,
             gather=gather,
             first_step=first_step,
             first_tokens=first_tokens,
             digest=digest,
-            world_size=world_size,
+            world_size=comm.size,
             work=work,
         )
         self._rows.first_loss, self._rows.last_loss = first_loss, last_loss
@@ -115,7 +116,7 @@ class Reporter:
         self._profiler = StepProfiler(
             policy.profile,
             folder=policy.folder,
-            rank=rank,
+            rank=comm.rank,
             device=gauges.device,
             module=module,
             ledger=gauges.memory,
@@ -134,7 +135,7 @@ class Reporter:
         return {"first_tokens": self._rows.tokens, "digest": self._rows.digest.value, **finite}
 
     def __enter__(self) -> Self:
-        if self._rank == 0:
+        if self._comm.rank == 0:
             self._open()
         self._gather(
             torch.zeros(1, device=self._gauges.device)
@@ -147,7 +148,7 @@ class Reporter:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._kernels.close()
         self._profiler.close()
-        if self._rank == 0 and self._folder is not None:  # not after `finish`
+        if self._comm.rank == 0 and self._folder is not None:  # not after `finish`
             status = Status.interrupted if isinstance(error, KeyboardInterrupt) else Status.failed
             said = f"{kind.__name__}: {error}" if kind else "not finished"
             if status is Status.interrupted:
@@ -197,7 +198,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Prints on rank 0, above the progress bar if there is one."""
-        if self._rank == 0:
+        if self._comm.rank == 0:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def finish(self, **extra: Any) -> dict[str, Any]:
@@ -207,9 +208,9 @@ class Reporter:
         """
         self._kernels.close()
         self._profiler.close()
-        ranks = gather_json(self._report(), gather=self._gather, device=self._gauges.device)
+        ranks = self._comm.gather_objects(self._report())
         summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
-        if self._rank == 0:
+        if self._comm.rank == 0:
             folder = self._policy.folder
             assert self._folder is not None
             if self._finished is not None:
@@ -236,7 +237,7 @@ class Reporter:
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
         """Returns the keys for which rank 0 does not need the other ranks."""
         counts = {"status": status, "error": error, "steps": self._rows.step, **self._acted}
-        size = {"parameters": self._parameters, "world_size": self._world_size}
+        size = {"parameters": self._parameters, "world_size": self._comm.size}
         return counts | self._rows.summary() | self._kernels.summary() | size | rank_totals([self._report()])
 
     def _report(self) -> dict[str, Any]:
@@ -254,7 +255,7 @@ class Reporter:
             self._finished = summary
             self._progress = PlainProgress(console=self._console, total_steps=policy.total_steps)
             return
-        self._folder.write_environment(describe_environment(device=self._gauges.device, world_size=self._world_size))
+        self._folder.write_environment(describe_environment(device=self._gauges.device, world_size=self._comm.size))
         self._folder.drop_rows_after(self._first_step)
         if policy.tracker.mode != "disabled":
             self._tracker = Tracker(policy.tracker, directory=policy.folder, first_step=self._first_step)
