@@ -346,7 +346,10 @@ def test_fields_without_an_effect_are_named(running):
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "output must be a text"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[1]"}]}, "JSON object"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id must be a text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "has input_image, and this server reads"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "has a part of type input_image, and this",
+        ),
         ({"input": [{"role": 5, "content": "a"}]}, "role must be a text"),
         ({"input": []}, "input must be a text or a list of messages"),
         ({"input": "a", "conversation": "c"}, "conversation is not supported: send previous_response_id"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ztk.serve.values import BadRequest, flag, shown, thing
+from ztk.serve.values import BadRequest, flag, joined_text, shown, thing
 
 MESSAGE_FIELDS = ("messages", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 # Arguments of transformers' apply_chat_template that are not template variables.
@@ -80,13 +80,14 @@ def _message(message: object, *, number: int) -> dict[str, Any]:
         if message.get(name):
             raise BadRequest(f"messages[{number}].{name} is not supported: {advice}", param="messages")
     content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        content = _joined(content, number=number)
-    elif content is None and calls:
-        content = ""
-    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+    if not isinstance(message.get("role"), str):
         raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
-    read = {"role": message["role"], "content": content}
+    if content is None and calls:
+        content = ""
+    read = {
+        "role": message["role"],
+        "content": joined_text(content, name=f"messages[{number}].content", kinds=("text",)),
+    }
     for name in _WORDS:
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
@@ -129,20 +130,3 @@ def _object(value: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise TypeError(value)
     return found
-
-
-def _joined(parts: list, *, number: int) -> str:
-    """Returns the text of a message in parts. Raises BadRequest for a part that is not text."""
-    found = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise BadRequest(
-                f"messages[{number}].content has a part of type {shown(kind)}, and this server reads texts: send "
-                '{"type": "text", "text": ...}',
-                param="messages",
-            )
-        if not isinstance(part.get("text"), str):
-            raise BadRequest(f"messages[{number}].content has a part whose text is no text", param="messages")
-        found.append(part["text"])
-    return "".join(found)

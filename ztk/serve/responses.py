@@ -13,7 +13,7 @@ from ztk.serve.loop import Job
 from ztk.serve.replies import Reply
 from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.tools import Format
-from ztk.serve.values import BadRequest, flag, number, shown, thing
+from ztk.serve.values import BadRequest, flag, joined_text, number, shown, thing
 
 _CONVERSATIONS, _CHARACTERS = 1024, 1 << 26
 _CHAT = "use /v1/chat/completions"
@@ -159,7 +159,7 @@ def _messages(found: object) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(_call(item, name=name))
         elif kind == "function_call_output":
-            content = _text(item.get("output"), name=f"{name}.output")
+            content = joined_text(item.get("output"), name=f"{name}.output", kinds=_TEXTS)
             messages.append({"role": "tool", "content": content, "tool_call_id": _word(item, "call_id", name=name)})
         else:
             raise BadRequest(
@@ -169,7 +169,8 @@ def _messages(found: object) -> list[dict[str, Any]]:
 
 
 def _read_message(item: dict[str, Any], *, name: str) -> dict[str, Any]:
-    return {"role": _word(item, "role", name=name), "content": _text(item.get("content"), name=f"{name}.content")}
+    content = joined_text(item.get("content"), name=f"{name}.content", kinds=_TEXTS)
+    return {"role": _word(item, "role", name=name), "content": content}
 
 
 def _call(item: dict[str, Any], *, name: str) -> dict[str, Any]:
@@ -193,23 +194,6 @@ def _word(item: dict[str, Any], field: str, *, name: str) -> str:
     if not isinstance(value, str):
         raise BadRequest(f"{name}.{field} must be a text", param="input")
     return value
-
-
-def _text(content: object, *, name: str) -> str:
-    """Returns the text of a content, which is a text or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequest(f"{name} must be a text or a list of input_text", param="input")
-    found = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else "no object"
-        if kind not in _TEXTS:
-            raise BadRequest(f"{name} has {shown(kind)}, and this server reads texts: send input_text", param="input")
-        if not isinstance(part.get("text"), str):
-            raise BadRequest(f"{name} has a part whose text is no text", param="input")
-        found.append(part["text"])
-    return "".join(found)
 
 
 def _tools(found: object) -> list[dict[str, Any]]:

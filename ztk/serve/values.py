@@ -123,3 +123,26 @@ def text_list(body: dict, *, name: str, most: int) -> tuple[str, ...]:
             f"{name} may have {most} texts of {MANY} characters at most: send fewer or shorter ones", param=name
         )
     return tuple(found)
+
+
+def joined_text(content: object, *, name: str, kinds: tuple[str, ...]) -> str:
+    """Returns a content that is a text, or the joined texts of its parts. kinds: types of a part that have a text; errors name the first.
+
+    Raises:
+        BadRequest: another value, or a part of another type.
+    """
+    param = name.partition("[")[0]
+    example = f'{{"type": "{kinds[0]}", "text": ...}}'
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{name} must be a text or a list of {example}", param=param)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise BadRequest(
+                f"{name} has a part of type {shown(kind)}, and this server reads texts: send {example}", param=param
+            )
+        if not isinstance(part.get("text"), str):
+            raise BadRequest(f"{name} has a part whose text is no text", param=param)
+    return "".join(part["text"] for part in content)
