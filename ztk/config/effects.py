@@ -7,7 +7,7 @@ recorded configuration lists only effective keys. A key with an effect needs a v
 from ztk.config.keys import read, run_keys, write
 from ztk.config.own import is_own_key
 from ztk.core.policies.config import Config
-from ztk.core.policies.key import written
+from ztk.core.policies.key import without_effect
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.offload import ParameterTier
 
@@ -24,7 +24,7 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
             if value is None and not key.optional:
                 missing.setdefault(key.acts.words, []).append(name)
         elif name in given and value is not None and value != key.idle:
-            faults.append(f"{name}={written(value)} has no effect here, only with {key.acts.words}: leave it out")
+            faults.append(without_effect(name, value=value, acts=key.acts))
     faults += [f"{', '.join(names)} must have a value: choose {words}" for words, names in missing.items()]
     return faults
 

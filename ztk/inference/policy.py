@@ -12,12 +12,13 @@ from ztk.core.policies.inference import (
     CACHES,
     LOGIT_BIAS,
     ONLY_NVME,
-    RANGES,
-    SAMPLING_RANGES,
+    InferenceConfig,
+    SamplingConfig,
     calibration_faults,
 )
+from ztk.core.policies.key import key_faults
 from ztk.core.policies.offload import OffloadPolicy
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, range_faults, refuse
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, refuse
 from ztk.core.policies.tier import Tier
 
 
@@ -79,7 +80,7 @@ class InferencePolicy:
                 raise ValueError(
                     f"inference.{name}={getattr(self, name)}: must be {', '.join(names[:-1])} or {names[-1]}"
                 )
-        refuse(range_faults(self, section="inference", ranges=RANGES))
+        refuse(key_faults(self, keys=InferenceConfig, section="inference"))
         if self.calibration:
             for fault in calibration_faults(self.weights, adapters=None):
                 raise ValueError(fault)
@@ -91,7 +92,7 @@ class InferencePolicy:
             raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
 
 
-_OWN_RANGES = {"vocabulary": COUNT, "min_tokens": COUNT_OR_ZERO}  # of fields that no key sets
+_OTHERS = {"vocabulary": COUNT, "min_tokens": COUNT_OR_ZERO}  # of fields that no key sets
 
 
 class GrammarState(Protocol):
@@ -167,7 +168,7 @@ class SamplingParams:
     fp32_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES | _OWN_RANGES))
+        refuse(key_faults(self, keys=SamplingConfig, section="sampling", others=_OTHERS))
         for token, bias in self.logit_bias.items():
             if reason := LOGIT_BIAS.fault(bias):
                 raise ValueError(f"sampling.logit_bias={bias} of token {token}: {reason}")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import BELOW_ONE, COUNT, member, range_faults, refuse
+from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.ranges import BELOW_ONE, COUNT, member, refuse
 from ztk.core.policies.tier import Tier
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ class EmaConfig:
     )
 
 
-RANGES = ranges_of(EmaConfig)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmaPolicy:
     """An average of the weights over training, stored in fp32 with the master weights (Polyak and Juditsky 1992,
@@ -72,7 +69,7 @@ class EmaPolicy:
     def __post_init__(self) -> None:
         if self.offload is not None:
             object.__setattr__(self, "offload", member(self.offload, of=Tier, key="ema.offload"))
-        refuse(range_faults(self, section="ema", ranges=RANGES))
+        refuse(key_faults(self, keys=EmaConfig, section="ema"))
 
     def is_apart(self, *, optimizer: Tier) -> bool:
         """Whether the average is stored on another tier than the optimizer states."""

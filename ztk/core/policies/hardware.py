@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ztk.core.policies.curves import curve_faults
-from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, refuse
 from ztk.core.policies.runs import reports_mfu, times_kernels
 
 HERE = "here"
@@ -108,7 +108,6 @@ class HardwareConfig:
     )
 
 
-RANGES = ranges_of(HardwareConfig)
 FLOAT8 = "float8_e4m3fn"  # dtype of float8 products
 
 
@@ -183,7 +182,7 @@ class Hardware:
         return Hardware(**read_measured(file))
 
     def __post_init__(self) -> None:
-        refuse((*range_faults(self, section="hardware", ranges=RANGES), *curve_faults(self.curves or {})))
+        refuse((*key_faults(self, keys=HardwareConfig, section="hardware"), *curve_faults(self.curves or {})))
 
     @property
     def usable_bytes(self) -> int:

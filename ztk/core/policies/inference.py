@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from ztk.core.policies.key import Changes, When, key, ranges_of, tasks
+from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range
 from ztk.core.policies.runs import ANSWERING, infers, offloads
 from ztk.core.policies.tier import Tier
@@ -270,10 +270,6 @@ class ServeConfig:
     tls_key: str | None = key(
         "its private key, a PEM file; null: in the certificate's file", optional=True, is_path=True
     )
-
-
-RANGES = ranges_of(InferenceConfig)
-SAMPLING_RANGES = ranges_of(SamplingConfig)
 
 
 ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memory there; use offload=nvme, or leave offload out"

@@ -2,12 +2,13 @@
 
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ztk.core.policies.machine import Machine
+from ztk.core.policies.ranges import shown
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -33,10 +34,19 @@ class Changes(Enum):
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """The runs in which a key acts. words: the choices of the command line that make such a run."""
+    """The runs in which a key acts. words: the choices of the command line that make such a run.
+
+    section: the one whose keys alone decide, and section_test: the same test of that section, or of a policy with its fields.
+    """
 
     words: str
     test: Callable[["Config", Machine], bool]
+    section: str = ""
+    section_test: Callable[[Any], bool] | None = None
+
+    def excludes(self, values: Any, *, section: str) -> bool:
+        """Whether `values`, of `section`, alone make a run in which the key does not act."""
+        return self.section == section and self.section_test is not None and not self.section_test(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +140,39 @@ def changes_of(section: type) -> Changes:
     return getattr(section, "changes", Changes.numbers)
 
 
-def ranges_of(section: type) -> dict[str, Any]:
-    """The ranges of a section's keys, for classes with fields of the same names."""
-    return {name: declared.range for name, declared in declared_keys(section).items() if declared.range is not None}
+def key_faults(
+    values: Any,
+    *,
+    keys: type,
+    section: str,
+    place: str = "",
+    of: Any = None,
+    others: Mapping[str, Accepted] | None = None,
+) -> Iterator[str]:
+    """One line per attribute of `values` that its key refuses: a number outside of the range, or another value than the default where the key
+    does not act.
+
+    values: a policy, which may lack keys. None is "not given", and where a key does not act, so are 0 and False. keys: the class that
+    declares the keys of `section`. place: of `values` in the message, by default the section. of: the policy whose fields decide whether a
+    key acts, by default `values`. others: ranges of attributes that no key sets.
+    """
+    of, place = values if of is None else of, place or section
+    usual = {field.name: field.default for field in fields(values)}
+    checks = {name: (declared.range, declared.acts) for name, declared in declared_keys(keys).items()}
+    checks |= {name: (accepted, None) for name, accepted in (others or {}).items()}
+    for name, (accepted, acts) in checks.items():
+        value = getattr(values, name, None)
+        if value is None:
+            continue
+        if accepted and (reason := accepted.fault(value)):
+            yield f"{place}.{name}={shown(written(value))}: {reason}"
+        elif acts and value not in (0, usual[name]) and acts.excludes(of, section=section):
+            yield without_effect(f"{place}.{name}", value=value, acts=acts)
+
+
+def without_effect(name: str, *, value: Any, acts: When) -> str:
+    """The fault of a value given to a key that does not act in the run."""
+    return f"{name}={written(value)} has no effect here, only with {acts.words}: leave it out"
 
 
 def written(value: Any) -> str:
@@ -141,16 +181,21 @@ def written(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(written, value))}]"
     return str(value)
+
+
+def within(section: str, *, words: str, test: Callable[[Any], bool]) -> When:
+    """Runs that `test` of one section selects."""
+    return When(words, lambda config, machine: test(getattr(config, section)), section, test)
 
 
 def chosen(group: str, *names: str) -> When:
     """Runs with one of these options of a group, whose section has a key `name`."""
     *others, last = names
     words = f"{group}={', '.join(others)} or {last}" if others else f"{group}={last}"
-    return When(words, lambda config, machine: getattr(config, group).name in names)
+    return within(group, words=words, test=lambda section: section.name in names)
 
 
 def tasks(*names: str) -> When:

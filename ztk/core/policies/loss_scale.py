@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from ztk.core.policies.key import ranges_of
+from ztk.core.policies.key import key_faults
 from ztk.core.policies.precision import LossScaleConfig
-from ztk.core.policies.ranges import POSITIVE, Range, range_faults, refuse
+from ztk.core.policies.ranges import POSITIVE, Range, refuse
 
-RANGES = ranges_of(LossScaleConfig) | {
+_OTHERS = {  # of fields that no key sets
     "growth_factor": Range(low=1, above=True, float32=True),
     "backoff_factor": Range(low=0, high=1, above=True, below=True, float32=True),
     "maximum": POSITIVE,
@@ -43,8 +43,7 @@ class LossScalePolicy:
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        ranges = RANGES if self.dynamic else {"initial": POSITIVE}
-        yield from range_faults(self, section="precision.loss_scale", ranges=ranges)
+        yield from key_faults(self, keys=LossScaleConfig, section="precision.loss_scale", others=_OTHERS)
         if self.dynamic and not self.floor <= self.initial <= self.maximum:
             yield (
                 f"precision.loss_scale.initial={self.initial}: must lie between precision.loss_scale.floor={self.floor}"

@@ -5,8 +5,8 @@ from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import INT64_MAX, PART, Range, member, range_faults, refuse
+from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.ranges import INT64_MAX, PART, Range, member, refuse
 from ztk.core.policies.runs import ANSWERING, device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
 
@@ -85,9 +85,6 @@ class OffloadConfig:
     direct_io: bool | None = key("read and write past the page cache (O_DIRECT)", acts=_NVME)
 
 
-RANGES = ranges_of(OffloadConfig)
-
-
 class OffloadChoices(Protocol):
     """The fields that rules read; None if not given."""
 
@@ -137,7 +134,7 @@ class OffloadPolicy:
     def _faults(self) -> Iterator[str]:
         if self.uses_nvme and not self.nvme_path:
             yield "offload.nvme_path is empty, but nvme offload needs a folder: set offload.nvme_path=FOLDER"
-        yield from range_faults(self, section="offload", ranges=RANGES)
+        yield from key_faults(self, keys=OffloadConfig, section="offload")
         yield from page_faults(self)
 
     @property

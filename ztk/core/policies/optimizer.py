@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from enum import StrEnum
 
 from ztk.core.policies.compact import STATES, states_faults
-from ztk.core.policies.key import chosen, key, ranges_of
+from ztk.core.policies.key import chosen, key, key_faults
 from ztk.core.policies.ranges import (
     BELOW_ONE,
     NOT_NEGATIVE,
@@ -13,22 +13,29 @@ from ztk.core.policies.ranges import (
     Range,
     member,
     pattern_faults,
-    range_faults,
     refuse,
 )
 from ztk.core.policies.zero import ZTK
 
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
-_DEFAULT_BETAS = {
-    "adamw": (0.9, 0.95),
-    "adam": (0.9, 0.95),
-    "lion": (0.9, 0.99),
-    "lamb": (0.9, 0.999),
-    "muon": (0.9, 0.95),
-}
-_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
 # Names of weights outside of the blocks in ztk's decoder and in transformers' models, independent of their modules' classes.
 ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
+_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
+_DEFAULTS = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "lion": {"betas": (0.9, 0.99)},
+    "lamb": {"betas": (0.9, 0.999), "eps": 1e-8, "min_coeff": 0.01, "max_coeff": 10.0},
+    "muon": _ADAM
+    | {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_dtype": "bf16",
+        "adjust_lr": "original",
+        "adam_names": ADAM_NAMES,
+    },
+}
 
 
 class OptimizerName(StrEnum):
@@ -154,9 +161,6 @@ class OptimizerConfig:
     )
 
 
-RANGES = {name: allowed for name, allowed in ranges_of(OptimizerConfig).items() if name != "betas"}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
     """Hyperparameters for the parameters whose full name contains a match of the regular expression `pattern`.
@@ -238,63 +242,31 @@ class OptimizerPolicy:
     def __post_init__(self) -> None:
         if self.name != TORCH:
             member(self.name, of=OptimizerName, key="optimizer.name")
-        if self.betas is None and self.name in _DEFAULT_BETAS:
-            object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
-        if self.eps is None and self.name in _DEFAULT_EPS:
-            object.__setattr__(self, "eps", _DEFAULT_EPS[self.name])
-        is_muon = self.name == "muon"
-        for name, default, muons in (
-            ("momentum", 0.0, 0.95),
-            ("nesterov", False, True),
-            ("ns_steps", None, 5),
-            ("ns_dtype", None, "bf16"),
-            ("adjust_lr", None, "original"),
-            ("adam_names", None, ADAM_NAMES),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, muons if is_muon else default)
-        for name, default in (("min_coeff", 0.01), ("max_coeff", 10.0)):
-            if self.name == "lamb" and getattr(self, name) is None:
-                object.__setattr__(self, name, default)
         object.__setattr__(self, "groups", tuple(self.groups))
+        for name, default in ({"momentum": 0.0, "nesterov": False} | _DEFAULTS.get(self.name, {})).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        if self.name in ("sgd", "muon"):
-            yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
-        elif self.nesterov:
-            yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
-        if not self.bias_correction and self.name not in _DEFAULT_EPS:
-            yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
         yield from states_faults(self.states, name=self.name)
-        yield from self._muon_faults()
-        yield from self._lamb_faults()
-        yield from _group_faults(self, name=self.name)
+        yield from key_faults(self, keys=OptimizerConfig, section="optimizer")
+        if not self.bias_correction and "eps" not in _DEFAULTS.get(self.name, {}):
+            yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
+        yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
+        yield from coefficient_faults(low=self.min_coeff, high=self.max_coeff)
+        if self.name == "muon":
+            member(self.adjust_lr, of=AdjustLr, key="optimizer.adjust_lr")
+            member(self.ns_dtype, of=NewtonSchulzDtype, key="optimizer.ns_dtype")
+        yield from pattern_faults(self.adam_names, key="optimizer.adam_names")
         for group in self.groups:
-            yield from _group_faults(group, name=self.name)
+            place = f"optimizer.groups[{group.pattern!r}]"
+            yield from key_faults(group, keys=OptimizerConfig, section="optimizer", place=place, of=self)
             if self.name == "sgd" and bool(group.momentum) and not self.momentum:
                 yield (
                     f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
                     "set optimizer.momentum too, to a small value if other parameters need little"
                 )
-
-    def _muon_faults(self) -> Iterator[str]:
-        if self.name != "muon":
-            for name in ("ns_steps", "ns_dtype", "adjust_lr", "adam_lr", "adam_names"):
-                if (value := getattr(self, name)) is not None:
-                    yield f"optimizer.{name}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
-            return
-        member(self.adjust_lr, of=AdjustLr, key="optimizer.adjust_lr")
-        member(self.ns_dtype, of=NewtonSchulzDtype, key="optimizer.ns_dtype")
-        yield from pattern_faults(self.adam_names, key="optimizer.adam_names")
-
-    def _lamb_faults(self) -> Iterator[str]:
-        if self.name != "lamb":
-            for name in ("min_coeff", "max_coeff"):
-                if (value := getattr(self, name)) is not None:
-                    yield f"optimizer.{name}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=lamb"
-            return
-        yield from coefficient_faults(low=self.min_coeff, high=self.max_coeff)
 
 
 def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str]:
@@ -309,24 +281,3 @@ def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterato
         yield (
             "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or optimizer.nesterov=false"
         )
-
-
-def beta_faults(betas: Sequence[float] | None, *, section: str = "optimizer") -> Iterator[str]:
-    """Faults of a pair of betas, see `_Betas`."""
-    if betas is not None and (reason := _Betas().fault(betas)):
-        yield f"{section}.betas=[{','.join(map(str, betas))}]: {reason}"
-
-
-def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iterator[str]:
-    """Checks ranges, and options that optimizer `name` lacks. None is accepted: it uses the policy's value, or the option is not given."""
-    section = f"optimizer.groups[{group.pattern!r}]" if isinstance(group, ParameterGroup) else "optimizer"
-    yield from range_faults(group, section=section, ranges=RANGES)
-    yield from beta_faults(group.betas, section=section)
-    for name_of, owners, use in (
-        ("betas", _DEFAULT_BETAS, "adamw"),
-        ("eps", _DEFAULT_EPS, "adamw"),
-        ("momentum", ("sgd", "muon"), "sgd"),
-    ):
-        value = getattr(group, name_of)
-        if value and name not in owners:
-            yield f"{section}.{name_of}={value} has no effect with optimizer={name}: leave it out, or use optimizer={use}"

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ztk.core.policies.key import ranges_of
-from ztk.core.policies.ranges import member, pattern_faults, range_faults, refuse
+from ztk.core.policies.key import key_faults
+from ztk.core.policies.ranges import member, pattern_faults, refuse
 from ztk.core.policies.topology import ScheduleName, TopologyConfig
 
-RANGES = ranges_of(TopologyConfig)
 PARTITION_METHODS = "uniform, parameters, products, type:PATTERN or profile"
 
 
@@ -33,7 +32,7 @@ class PipelinePolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", member(self.schedule, of=ScheduleName, key="topology.schedule"))
-        refuse(range_faults(self, section="topology", ranges=RANGES))
+        refuse(key_faults(self, keys=TopologyConfig, section="topology"))
         refuse(partition_faults(self.partition))
 
     def check(self, *, num_ranks: int, num_micro_batches: int) -> None:

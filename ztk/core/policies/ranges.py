@@ -3,7 +3,7 @@
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -83,15 +83,6 @@ def rounded_to_float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-def range_faults(values: object, *, section: str, ranges: Mapping[str, Range]) -> Iterator[str]:
-    """One line per attribute of `values` outside of its range, in the words of the command line. None stands for "not given"; `values` may lack
-    some of the attributes."""
-    for name, allowed in ranges.items():
-        value = getattr(values, name, None)
-        if value is not None and (reason := allowed.fault(value)):
-            yield f"{section}.{name}={shown(value)}: {reason}"
-
-
 def member(word: str, *, of: type[_Words], key: str, otherwise: str = "") -> _Words:
     """The member of an enumeration. otherwise: ends the message, as in ", or null". Raises ValueError for a word that is none."""
     try:
@@ -108,8 +99,8 @@ def pattern_faults(pattern: str | None, *, key: str) -> Iterator[str]:
         yield f"{key}={pattern!r}: not a regular expression ({error})"
 
 
-def shown(value: float) -> str:
-    """A number in a message: digits as given, unless there are very many."""
+def shown(value: object) -> str:
+    """A value in a message: digits as given, unless there are very many."""
     text = str(value)
     return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 

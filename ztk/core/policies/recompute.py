@@ -1,11 +1,12 @@
 """Keys and policy of activation checkpointing."""
 
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import COUNT, member, pattern_faults, range_faults, refuse
+from ztk.core.policies.key import Changes, When, key, key_faults, within, without_effect
+from ztk.core.policies.ranges import COUNT, member, pattern_faults, refuse
 
 
 class RecomputeMode(StrEnum):
@@ -16,8 +17,10 @@ class RecomputeMode(StrEnum):
     selective = "selective"  # the input, and the results of matrix products and attention (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
 
 
-_RECOMPUTES = When(
-    "recompute=full, selective or every2", lambda config, machine: config.recompute.mode is not RecomputeMode.none
+_RECOMPUTES = within(
+    "recompute",
+    words="recompute=full, selective or every2",
+    test=lambda recompute: recompute.mode is not RecomputeMode.none,
 )
 _PARTITIONS = When(
     "recompute=full, selective or every2, topology.tensor above 1 and topology.sequence_parallel=false",
@@ -51,12 +54,9 @@ class RecomputeConfig:
     num_checkpoints: int | None = key(
         "inputs that this buffer holds; null: one per recomputed block",
         range=COUNT,
-        acts=When("recompute.contiguous=true", lambda config, machine: bool(config.recompute.contiguous)),
+        acts=within("recompute", words="recompute.contiguous=true", test=lambda recompute: bool(recompute.contiguous)),
         optional=True,
     )
-
-
-RANGES = ranges_of(RecomputeConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,29 +88,17 @@ class RecomputePolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", member(self.mode, of=RecomputeMode, key="recompute.mode"))
         object.__setattr__(self, "modules", tuple(self.modules))
-        refuse(range_faults(self, section="recompute", ranges=RANGES))
-        for pattern in self.modules:
-            refuse(pattern_faults(pattern, key="recompute.modules"))
-        if self.num_checkpoints is not None and not self.contiguous:
-            raise ValueError(
-                f"recompute.num_checkpoints={self.num_checkpoints} has no effect without recompute.contiguous=true: add it, or "
-                "leave num_checkpoints out"
-            )
-        if self.mode is RecomputeMode.none:
-            self._refuse_inactive()
+        refuse(self._faults())
 
-    def _refuse_inactive(self) -> None:
-        inactive = {
-            "every": self.every != 1,
-            "modules": bool(self.modules),
-            "inputs_on_cpu": self.inputs_on_cpu,
-            "partition_inputs": self.partition_inputs,
-            "contiguous": self.contiguous,
-            "preserve_rng": not self.preserve_rng,
-        }
-        for name, given in inactive.items():
-            if given:
-                raise ValueError(
-                    f"recompute.{name}={getattr(self, name)} has no effect with recompute=none: leave it out, or use "
-                    "recompute=full"
-                )
+    def _faults(self) -> Iterator[str]:
+        yield from key_faults(self, keys=RecomputeConfig, section="recompute")
+        for pattern in self.modules:
+            yield from pattern_faults(pattern, key="recompute.modules")
+        if self.mode is RecomputeMode.none:
+            given = {
+                "modules": bool(self.modules),
+                "partition_inputs": self.partition_inputs,
+                "preserve_rng": not self.preserve_rng,
+            }
+            for name in filter(given.get, given):
+                yield without_effect(f"recompute.{name}", value=getattr(self, name), acts=_RECOMPUTES)

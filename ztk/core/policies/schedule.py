@@ -1,11 +1,11 @@
 """Keys and policy of the learning-rate schedule."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ztk.core.policies.key import When, chosen, key, ranges_of
+from ztk.core.policies.key import chosen, key, key_faults, within
 from ztk.core.policies.ranges import (
     COUNT,
     COUNT_OR_ZERO,
@@ -13,26 +13,11 @@ from ztk.core.policies.ranges import (
     NOT_NEGATIVE,
     POSITIVE,
     member,
-    range_faults,
     refuse,
 )
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
-
-_WARMUP = ("warmup_steps", "warmup_shape", "warmup_start")
-_DECAY = (*_WARMUP, "final", "total_steps")
-_WSD = (*_DECAY, "decay_steps", "decay_shape")
-_CYCLE = ("start", "rise_steps", "fall_steps", "rise_stairs", "fall_stairs", "decay_rate", "decay_interval")
-# Schedule -> the options it has.
-SCHEDULES = {
-    "constant": _WARMUP,
-    "linear": _DECAY,
-    "cosine": _DECAY,
-    "wsd": _WSD,
-    "one_cycle": _CYCLE,
-    "range_test": ("step_size", "step_rate", "staircase"),
-}
 
 
 class SchedulerName(StrEnum):
@@ -65,9 +50,10 @@ class DecayShape(StrEnum):
 _WARMED = chosen("scheduler", "constant", "linear", "cosine", "wsd")
 _DECAYED, _WSD = chosen("scheduler", "linear", "cosine", "wsd"), chosen("scheduler", "wsd")
 _ONE_CYCLE, _RANGE_TEST = chosen("scheduler", "one_cycle"), chosen("scheduler", "range_test")
-_WARMS_UP = When(
-    f"{_WARMED.words} with scheduler.warmup_steps above 0",
-    lambda config, machine: _WARMED.test(config, machine) and config.scheduler.warmup_steps != 0,
+_WARMS_UP = within(
+    "scheduler",
+    words=f"{_WARMED.words} with scheduler.warmup_steps above 0",
+    test=lambda scheduler: scheduler.name in ("constant", "linear", "cosine", "wsd") and scheduler.warmup_steps != 0,
 )
 
 
@@ -132,9 +118,6 @@ class SchedulerConfig:
     staircase: bool | None = key("grow in jumps of step_size", acts=_RANGE_TEST)
 
 
-RANGES = ranges_of(SchedulerConfig)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulePolicy:
     """How the learning rate moves. Multiplier 1 is the optimizer's `lr`: the rate after warm-up, the peak of a cycle,
@@ -176,36 +159,20 @@ class SchedulePolicy:
     staircase: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"scheduler.name={self.name}: must be one of {', '.join(SCHEDULES)}")
-        for choice in fields(self):
-            value = getattr(self, choice.name)
-            if choice.name != "name" and choice.name not in SCHEDULES[self.name] and value != choice.default:
-                owners = " or ".join(name for name, options in SCHEDULES.items() if choice.name in options)
-                raise ValueError(
-                    f"scheduler.{choice.name}={value} has no effect with scheduler={self.name}: leave it out, or use "
-                    f"scheduler={owners}"
-                )
-        refuse(range_faults(self, section="scheduler", ranges=RANGES))
-        self._check_warmup()
-        refuse(decay_faults(rate=self.decay_rate, interval=self.decay_interval))
-        self._check_decay()
-
-    def _check_warmup(self) -> None:
+        member(self.name, of=SchedulerName, key="scheduler.name")
         member(self.warmup_shape, of=WarmupShape, key="scheduler.warmup_shape")
-        if self.warmup_shape == "log" and self.warmup_steps < 2:
-            raise ValueError(
-                f"scheduler.warmup_shape=log needs scheduler.warmup_steps=2 or more (have {self.warmup_steps})"
-            )
-        if self.warmup_start is not None and self.warmup_steps == 0:
-            raise ValueError(f"scheduler.warmup_start={self.warmup_start} has no effect without scheduler.warmup_steps")
-
-    def _check_decay(self) -> None:
         member(self.decay_shape, of=DecayShape, key="scheduler.decay_shape")
-        refuse(shape_faults(shape=self.decay_shape, final=self.final))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        yield from key_faults(self, keys=SchedulerConfig, section="scheduler")
+        if self.warmup_shape == "log" and self.warmup_steps < 2:
+            yield f"scheduler.warmup_shape=log needs scheduler.warmup_steps=2 or more (have {self.warmup_steps})"
+        yield from decay_faults(rate=self.decay_rate, interval=self.decay_interval)
+        yield from shape_faults(shape=self.decay_shape, final=self.final)
         if self.total_steps is not None:
             steps = wsd_steps(self.decay_steps, end=self.total_steps) if self.name == "wsd" else 0
-            refuse(room_faults(warmup=self.warmup_steps, decay=steps, end=self.total_steps))
+            yield from room_faults(warmup=self.warmup_steps, decay=steps, end=self.total_steps)
 
 
 def wsd_steps(given: int | None, *, end: int) -> int:

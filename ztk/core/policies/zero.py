@@ -5,8 +5,8 @@ from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, refuse
 
 MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
 
@@ -88,9 +88,6 @@ class ZeroConfig:
     )
 
 
-RANGES = ranges_of(ZeroConfig)
-
-
 class ZeroChoices(Protocol):
     """The fields that rules between policies read; None if not given."""
 
@@ -149,7 +146,7 @@ class ZeroPolicy:
         return MAX_LIVE_PARAMETERS if self.max_live_parameters is None else self.max_live_parameters
 
     def _faults(self) -> Iterator[str]:
-        yield from range_faults(self, section="zero", ranges=RANGES)
+        yield from key_faults(self, keys=ZeroConfig, section="zero")
         for name in ("quantized_weights", "quantized_nontrainable_weights"):
             if getattr(self, name) and self.stage < 3:
                 yield f"zero.{name}=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
