@@ -230,6 +230,10 @@ def test_old_flags_of_offloading():
     assert settings.offload.optimizer == "cpu"
 
 
+def test_a_level_of_the_log_may_be_in_upper_case():
+    assert parse(log_level="ERROR").log_level == "error"
+
+
 def test_sections_that_are_off_are_accepted():
     parse(
         wandb={"enabled": False, "project": "x"},

@@ -212,6 +212,7 @@ def test_bounds_for_every_group():
     )
     assert cycle.min_lrs == [0.1, 0.0] and cycle.max_lrs == [0.3, 0.0]
     found = [(cycle.get_last_lr(), [group["betas"] for group in optimizer.param_groups])]
+    assert cycle.get_mom() == [(0.7, 0.99), (0.9, 0.99)]  # as under DeepSpeed before a step
     for _ in range(2):
         cycle.step()
         found.append((cycle.get_last_lr(), [group["betas"] for group in optimizer.param_groups]))

@@ -179,6 +179,11 @@ def _steps(value: object) -> int | None:
         raise ValueError(f"{error}; or null for never") from None
 
 
+def _level(value: object) -> str:
+    """Converts a level of the log, in upper or lower case."""
+    return one_of(*LEVELS)(value.lower() if isinstance(value, str) else value)
+
+
 def _positive(value: object) -> float:
     if at_least(0)(value) == 0:
         raise ValueError("must be above 0")
@@ -200,7 +205,7 @@ class TopLevel:
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
-    log_level: Annotated[str | None, optional(one_of(*LEVELS))] = None
+    log_level: Annotated[str | None, optional(_level)] = None
 
 
 _SECTIONS = (

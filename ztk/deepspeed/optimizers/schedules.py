@@ -219,11 +219,9 @@ class OneCycle(_Schedule):
         return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the betas of every group, or None if they do not change."""
+        """Returns the betas of every group, or None if they do not change. Before the first step they are the highest."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < 0:
-            return [(low, 0.99) for low in self._min_moms]
         if self.last_batch_iteration < self._total:
             climbed = self._climbed()
             bounds = zip(self._min_moms, self._max_moms, strict=True)
@@ -236,7 +234,10 @@ class OneCycle(_Schedule):
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+        moms = self.get_mom() or ()
+        if moms and self.last_batch_iteration < 0:  # as under DeepSpeed, the first step runs with the lowest
+            moms = [(low, 0.99) for low in self._min_moms]
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
 
 
