@@ -41,7 +41,8 @@ def test_further_steps_run_on_a_cpu(kind, tmp_path):
     if kind == "more":
         assert rows["job"]["steps"] == 2 and rows["speed plain"]["tokens_per_second"] > 0
     else:
-        assert len(set(rows["identity bf16 --ranks 2 --shared"]["digests"].values())) == 2
+        digests = rows["identity bf16 --ranks 2 --shared"]["digests"]
+        assert len(digests) == 6 and len(set(digests.values())) == 1  # without a GPU every tier's update is the host's
         assert rows["volume --ranks 2 --shared"]["counted"]["3"] > 3
 
 
