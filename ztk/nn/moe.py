@@ -17,7 +17,7 @@ from ztk.nn.mlp import SwiGLU
 
 
 class Exchange(Protocol):
-    """Sends tokens to experts on other ranks and returns their results. `ztk.parallel.moe.ExpertExchange` is one."""
+    """Sends tokens to experts on other ranks and returns their results. `ztk.parallel.moe.exchange.ExpertExchange` is one."""
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from ztk.parallel.tensor.collectives import gather_last
 
 
 class VocabularyParallelLoss(nn.Module):
-    """Replaces `ztk.nn.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy. Without targets it returns the
+    """Replaces `ztk.nn.loss.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy. Without targets it returns the
     full logits [B, T, V].
 
     sizes: columns per rank, in rank order. z_loss: as in `LanguageLoss`, in training mode.
