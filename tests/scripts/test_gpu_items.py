@@ -41,12 +41,13 @@ def test_the_workspace_of_products_is_no_memory_of_the_model(monkeypatch):
 
 
 def test_the_step_of_stage_3_has_a_limit_from_its_longest_part():
-    """The limit is 10 % above the longest of computing and copying. Stage 2 is only shown, and a dry run has no ratio."""
-    row = {"step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0}
+    """The limit is 10 % above the longest of computing and copying. Stage 2 and several ranks are only shown, and a dry run has no ratio."""
+    row = {"ranks": 1, "step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0}
     for name, ratio, count in (("ztk3", 1.2, 1), ("ztk3", 1.1, 0), ("ztk3", None, 0), ("ztk2", 1.2, 0)):
         found = gpu_training.overlap_faults(row | {"contender": f"{name}+cpu", "of_longest": ratio})
         assert len(found) == count
         assert all(text in failure for failure in found for text in ("1.20", "1.1", "step 120.0", "compute 100.0"))
+    assert gpu_training.overlap_faults(row | {"contender": "ztk3+cpu", "of_longest": 1.2, "ranks": 2}) == []
 
 
 def test_the_main_job_must_beat_the_bigrams():
