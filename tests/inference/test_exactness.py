@@ -1,6 +1,7 @@
 """A sequence's tokens and log-probabilities depend on nothing but the sequence, the weights and the seed."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, SamplingParams, cache_attention, generator, products, rows, slab_cache, steps
-from ztk.inference.steps import Places, Span
+from ztk.inference.cache_attention import Scratch
+from ztk.inference.steps import Places, Span, attention_bytes
 
 MODELS = {
     "native": build_decoder,
@@ -252,3 +254,24 @@ def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group
         found.append((places.attend(query, **options), len(calls)))
     (joined, few), (tiled, many) = found
     assert torch.equal(joined, tiled) and few < many / 2
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_counted_memory_of_attention_is_what_its_steps_take(joins, monkeypatch):
+    """Of prompts in pieces of any length, and of sequences with one row each: at most the count, and the most of each kind is the count."""
+    monkeypatch.setattr(steps, "rows_agree", lambda group, **shape: joins)
+    of = SimpleNamespace(heads=4, kv_heads=2, head_dim=16)
+    length = 20 * cache_attention.BLOCK
+    keys, values = torch.zeros(2, 48, 20, 2, cache_attention.BLOCK, 16)
+    lengths = (1, 20, 32, 33, 64, 65, 200, length)
+    prompts = [[Span(slot=0, start=length - rows, length=rows, row=0)] for rows in lengths]
+    prompts.append([Span(slot=slot, start=0, length=70, row=70 * slot) for slot in range(8)])
+    for count in (1, 48):
+        scratch = Scratch()
+        for spans in (*prompts, [Span(slot=slot, start=length - 1, length=1, row=slot) for slot in range(count)]):
+            query = torch.zeros(spans[-1].row + spans[-1].length, 4, 16)
+            places = Places(spans, group=2, kv_heads=2, head_dim=16, scratch=scratch)
+            places.attend(query, keys=keys, values=values, scale=1.0)
+        token, batched = attention_bytes(of, sequences=count)
+        taken = sum(flat.nbytes for flat in scratch._flat.values())
+        assert taken == token * length and 0 < batched < taken

@@ -28,14 +28,13 @@ import torch
 
 from ztk.core.runtime.system_memory import machine_memory
 from ztk.inference.base import Model
-from ztk.inference.cache_attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS, DraftModel
 from ztk.inference.parts import Item
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
 from ztk.inference.slab_cache import rounded
-from ztk.inference.steps import QUERIES
+from ztk.inference.steps import attention_bytes
 from ztk.inference.stream import BUFFERS
 
 USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
@@ -154,21 +153,24 @@ def sizes_of(
     layer_bytes: int,
     fixed: int,
     positions: int,
+    sequences: int,
     drafting: Drafting | None = None,
 ) -> Sizes:
-    """The bytes that a model takes for sequences of `positions` tokens, with the draft model's. fixed: bytes without layers, cache,
-    activations."""
+    """The bytes that a model takes for up to `sequences` sequences of `positions` tokens, with the draft model's. fixed: bytes without
+    layers, cache, activations."""
     of, drafted = description, 0
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
     longest = rounded(positions)
     if drafting is not None:
         drafted = token_bytes(drafting.description)
-        fixed += drafting.nbytes + drafting.working + attention_bytes(drafting.description, positions=longest)
+        token, batched = attention_bytes(drafting.description, sequences=sequences)
+        fixed += drafting.nbytes + drafting.working + token * longest + batched
+    token, batched = attention_bytes(of, sequences=sequences)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
-        fixed=fixed + attention_bytes(of, positions=longest),
+        fixed=fixed + token * longest + batched,
         sequence=(token_bytes(of) + drafted) * longest,
         row=row_bytes(of, inner=inner),
         logits=row_logits_bytes(of),
@@ -178,12 +180,6 @@ def sizes_of(
 def token_bytes(of: Description) -> int:
     """Bytes of a position's keys and values, in fp32: in all slabs and one more, whose old and new memory coexist while it grows."""
     return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
-
-
-def attention_bytes(of: Description, *, positions: int) -> int:
-    """Working memory of attention over sequences of up to `positions` tokens: copies of one group of queries for each block, whose memory
-    the weights reuse, scores, and results of each block."""
-    return QUERIES * of.heads * positions * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
 
 
 def row_bytes(of: Description, *, inner: int) -> int:
@@ -369,12 +365,13 @@ def room_of(
         ValueError: the memory is too small for the shortest sequence, or for `policy.cache_tokens`.
     """
     of = model.description
-    token, shared = token_bytes(of), attention_bytes(of, positions=1)
-    working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
+    token, (shared, batched) = token_bytes(of), attention_bytes(of, sequences=slots)
+    working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of) + batched
     if drafts is not None:
         token += token_bytes(drafts.model.description)
-        shared += attention_bytes(drafts.model.description, positions=1)
-        working += _working(drafts.model, rows=PROMPT_TOKENS)
+        attention, batched = attention_bytes(drafts.model.description, sequences=slots)
+        shared += attention
+        working += _working(drafts.model, rows=PROMPT_TOKENS) + batched
     free = free_memory() if ranks is None else min(ranks.gather(free_memory() // ranks.comm.size))
     room = Room(slots=slots, nbytes=max(0, free - working), token=token, shared=shared)
     if policy.cache_tokens is not None:
@@ -398,8 +395,9 @@ def room_of(
 def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
     """Room of a draft model's slabs next to a cache of blocks, which takes `memory._SHARE` of the free memory."""
     of = drafts.model.description
-    nbytes = int(_BESIDE_BLOCKS * free_memory())
-    return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=attention_bytes(of, positions=1))
+    shared, batched = attention_bytes(of, sequences=slots)
+    nbytes = max(0, int(_BESIDE_BLOCKS * free_memory()) - batched)
+    return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=shared)
 
 
 def drafting_of(model: Model) -> Drafting:

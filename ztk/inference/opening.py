@@ -17,6 +17,7 @@ from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.base import Model
 from ztk.inference.calibration import Calibration
 from ztk.inference.capacity import (
+    MOST_SEQUENCES,
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
     Drafting,
@@ -277,7 +278,13 @@ class Opening:
         if drafting is not None and policy.memory_bytes is None:
             drafting = replace(drafting, nbytes=0)  # its memory is already excluded from the free memory
         sizes = sizes_of(
-            of, items=file.items, layer_bytes=file.nbytes, fixed=fixed, positions=positions, drafting=drafting
+            of,
+            items=file.items,
+            layer_bytes=file.nbytes,
+            fixed=fixed,
+            positions=positions,
+            sequences=policy.max_sequences or MOST_SEQUENCES,
+            drafting=drafting,
         )
         budget = policy.memory_bytes or free_memory()
         if ranks is not None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ztk.inference.cache_attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
+from ztk.inference.describe import Description
 from ztk.inference.rows import rms_norm, rope, turns
 
-QUERIES = 2 * BLOCK  # queries whose scores over all their keys exist at one time
+QUERIES = 2 * BLOCK  # queries of sequences with one row each whose scores over all their keys exist at one time
 _LARGE = BLOCK // 2  # places of a sequence that share products, however many keys they have
 _SCORES = 8 * BLOCK  # places times blocks of keys: short sequences are batched up to it
 
@@ -161,6 +162,20 @@ class Places:
             found = (torch.tensor(first).unsqueeze(1) + torch.arange(0, kv_heads * BLOCK, BLOCK)).view(-1)
             self._places[blocks, kv_heads] = found
         return found
+
+
+def attention_bytes(of: Description, *, sequences: int) -> tuple[int, int]:
+    """Bytes of `Scratch` after steps of up to `sequences` sequences: per token of the longest one, and for batches of short ones.
+
+    These are queries, scores, and results of each block, of as many places as one call of `attend` has.
+    """
+    group, D = of.heads // of.kv_heads, of.head_dim
+    single = min(sequences * lone_tile_of(group, head_dim=D, kv_heads=of.kv_heads), QUERIES)
+    joins = rows_agree(group, head_dim=D, threads=torch.get_num_threads())
+    copied = max(single, _LARGE if joins else BLOCK)  # joined tiles have queries and results of one block
+    copies = max(D, BLOCK) + D
+    token = 4 * of.heads * (copied * copies + max(single, BLOCK) * BLOCK) // BLOCK
+    return token, 4 * of.heads * _SCORES * (copies + BLOCK)
 
 
 def _neighbours(spans: list[Span], *, most: int) -> list[list[Span]]:
