@@ -1,6 +1,5 @@
 """Restarts the ranks of a run without those that were lost."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from ztk.cli.interrupted import saving_notice
 from ztk.config import Config
 from ztk.core.launch import RankError, Start, run_ranks, start_process, worker_command
 from ztk.report.folder import SUMMARY, write_json
+from ztk.report.status import read_summary
 
 
 def run_until_done(config: Config, *, say: Callable[..., None], start: Start = start_process) -> None:
@@ -56,8 +56,7 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
         _set_aside(folder / "ranks", name=f"ranks-of-{launch.ranks}")
         config = smaller
     if losses:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        write_json(folder / SUMMARY, values=summary | {"lost_ranks": losses})
+        write_json(folder / SUMMARY, values=read_summary(folder) | {"lost_ranks": losses})
 
 
 def _set_aside(path: Path, *, name: str) -> None:

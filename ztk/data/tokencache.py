@@ -19,12 +19,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
+from ztk.core.policies.records import replace_file
 from ztk.core.policies.text import COLUMNS, COMPRESSED
 from ztk.data.cache import built_once, cache_folder, writing
 from ztk.data.documents import Document, Fault, read_documents
@@ -341,7 +342,7 @@ class _Builder:
         """Records the progress of the build. All collected texts must have been written."""
         self._sync()
         noted = {"items": self._items, "limit": self._limit, "side": self._side, "counts": asdict(self._counts)}
-        _write_json(self.folder / "journal.json", values=noted)
+        replace_file(self.folder / "journal.json", text=json.dumps(noted))
         self._unnoted = 0
 
     def _sync(self) -> None:
@@ -361,7 +362,7 @@ class _Builder:
                 f"{counts.skipped} skipped); name more text, or use a smaller data.validation_fraction"
             )
         (self.folder / "journal.json").unlink(missing_ok=True)
-        _write_json(self.folder / "meta.json", values=asdict(counts))
+        replace_file(self.folder / "meta.json", text=json.dumps(asdict(counts)))
 
 
 def _documents(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[Document]:
@@ -393,9 +394,3 @@ def _dtype(vocab_size: int) -> torch.dtype:
     if vocab_size <= 1 << 8:
         return torch.uint8
     return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-
-
-def _write_json(path: Path, *, values: dict[str, Any]) -> None:
-    own = path.with_suffix(".tmp")
-    own.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(own, path)

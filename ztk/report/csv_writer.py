@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ztk.report.folder import replace_file
+from ztk.core.policies.records import replace_file
 
 METRICS, SAMPLES = "metrics.csv", "samples.csv"
 

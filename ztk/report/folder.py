@@ -1,6 +1,6 @@
 """The run folder with all files of a run. Notebooks, sweeps and checks read only this folder.
 
-This file imports only the standard library, so that the process that starts the ranks can write a failed summary.
+This file and its imports need only the standard library, so that the process that starts the ranks can write a failed summary.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from ztk.core.policies.records import replace_file
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
 PACKED = ".packed"  # temporary packed weights; removed after the run, or by the next command if the run was killed
@@ -97,16 +99,6 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 def write_json(path: str | os.PathLike, *, values: Mapping[str, Any]) -> None:
     """Writes the file atomically."""
     replace_file(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
-
-
-def replace_file(path: Path, *, text: str) -> None:
-    """Replaces a file atomically."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(staging, "w", newline="", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staging, path)
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

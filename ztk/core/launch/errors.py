@@ -11,7 +11,8 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from ztk.core.policies.records import replace_file
 
 # Names, so that nothing heavy is imported: classes of ztk.core.runtime, then of torch.distributed.
 _SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -119,14 +120,9 @@ def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> Non
     """Writes the error of a rank atomically."""
     path = error_path(output_dir, rank=failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content=asdict(failure))
-
-
-def write_json(path: Path, *, content: dict[str, Any]) -> None:
-    """Writes `path` atomically: a reader that waits for the file may end the writer, and must never read a part."""
-    staging = path.with_suffix(f".{os.getpid()}")
-    staging.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(staging, path)
+    replace_file(
+        path, text=json.dumps(asdict(failure))
+    )  # the launcher may end this process as soon as it finds the file
 
 
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:

@@ -1,6 +1,7 @@
 """Ranks started by torchrun or srun: each runs `run.py`, and all use the config that rank 0 composed."""
 
 import datetime
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ztk.core.launch.errors import RankFailure, write_json
+from ztk.core.launch.errors import RankFailure
+from ztk.core.policies.records import replace_file
 
 # Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -100,7 +102,8 @@ class ExternalRank:
         """Writes the error for torchrun, which prints its text at the end and fails on an incomplete file."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
-            write_json(Path(path), content={"message": {"message": str(failure), "extraInfo": extra}})
+            content = {"message": {"message": str(failure), "extraInfo": extra}}
+            replace_file(Path(path), text=json.dumps(content))
 
 
 def _note_of_folder() -> Path | None:

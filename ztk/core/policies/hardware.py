@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ztk.core.policies.curves import curve_faults
 from ztk.core.policies.key import Changes, When, key, key_faults
 from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, refuse
+from ztk.core.policies.records import replace_file
 from ztk.core.policies.runs import reports_mfu, times_kernels
 
 HERE = "here"
@@ -249,7 +250,5 @@ def write_measured(content: Mapping[str, Any], *, file: str | os.PathLike | None
     """Writes `content` (with the keys "hardware" and "sources") atomically and returns the path."""
     path = measured_path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_file(path, text=json.dumps(content, indent=2) + "\n")
     return path

@@ -1,4 +1,4 @@
-"""Finds files by their folder: the configuration of the run that contains it, and the weights of a model of transformers."""
+"""Finds the run that a folder belongs to and the weights in a model's folder, and replaces files."""
 
 import json
 import os
@@ -33,3 +33,13 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return [Path(folder, name) for name in sorted(set(places.values()))]
     return [single] if single.is_file() else []
+
+
+def replace_file(path: Path, *, text: str) -> None:
+    """Replaces a file atomically: no reader finds a part of it, also after the machine fails."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(staging, "w", newline="", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staging, path)

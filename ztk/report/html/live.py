@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ztk.report.folder import METRICS, SUMMARY, replace_file
+from ztk.core.policies.records import replace_file
+from ztk.report.folder import METRICS, SUMMARY
 from ztk.report.heartbeat import HEARTBEAT
 from ztk.report.html.data import collect
 from ztk.report.html.page import choose_target, plotly_script, render

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ztk.report.folder import replace_file
+from ztk.core.policies.records import replace_file
 from ztk.report.html.data import collect
 
 NAME = "report.html"
