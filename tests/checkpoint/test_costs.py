@@ -11,8 +11,9 @@ from torch import nn
 from tests.checkpoint.runs import Setup, save_some
 from tests.zero.models import Layout, make_engine
 from ztk.checkpoint import Saver, load, save
-from ztk.checkpoint.bits import BLOCK_BYTES, BlockChecksums, view_bytes
+from ztk.checkpoint.bits import BLOCK_BYTES, BlockChecksums
 from ztk.core.runtime import Tier
+from ztk.core.runtime.host_memory import view_bytes
 
 WIDTH, LAYERS = 512, 16  # 4.2M parameters, 50 MB of state
 

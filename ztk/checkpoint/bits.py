@@ -1,10 +1,8 @@
-"""Byte views of tensors, and the dtype names of the safetensors format."""
+"""Checksums of bytes, and the dtype names of the safetensors format."""
 
-import ctypes
 import zlib
 
 import torch
-from torch import Tensor
 
 # Bytes per checksum. A reader verifies data in blocks of this size.
 BLOCK_BYTES = 1 << 20
@@ -24,12 +22,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def view_bytes(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor of any shape as bytes. Valid while the tensor lives."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class BlockChecksums:

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums, view_bytes
+from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums
+from ztk.core.runtime.host_memory import view_bytes
 
 COPY_BYTES = 16 << 20  # bytes per copy from an accelerator to the host
 

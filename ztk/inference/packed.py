@@ -35,7 +35,6 @@ from ztk.inference.parts import (
     LayerWriter,
     assemble,
     blank,
-    bytes_of,
     item_of,
     layout_digest,
     tensors_of,
@@ -43,6 +42,7 @@ from ztk.inference.parts import (
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, WeightReader, Weights, values_of
+from ztk.zero.offload.slot import flat_bytes
 
 MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 6
@@ -87,7 +87,7 @@ class Packed:
         head, embedding = blank(self.head), rest.pop("embedding")
         assert isinstance(head, Product), "the head is a product"
         for name, tensor in tensors_of(head).items():
-            bytes_of(tensor).copy_(bytes_of(rest["head"][name]))
+            flat_bytes(tensor).copy_(flat_bytes(rest["head"][name]))
         rest = tree_map_only(Tensor, Tensor.clone, rest | {"head": None})
         tables = rest.pop("tables")
         norms = {name: None if parts is None else Affine(**parts) for name, parts in rest.pop("norms").items()}

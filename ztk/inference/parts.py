@@ -17,6 +17,7 @@ from ztk.inference.quantised import Int4Product, Int8Product
 from ztk.inference.weights import Layer, Mlp, Values
 from ztk.zero.offload.io_engine import Transfer
 from ztk.zero.offload.pool import AlignedRegion
+from ztk.zero.offload.slot import flat_bytes
 
 NORM, LAYERS = "norm", "layers.bin"
 _KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}
@@ -142,7 +143,7 @@ class LayerWriter:
             )
         for _, _, offset, tensor in lay_out(values)[0]:
             self._file.seek(self._number * self.nbytes + offset)
-            self._file.write(bytes_of(tensor).numpy())
+            self._file.write(flat_bytes(tensor).numpy())
         self._number += 1
 
     def __enter__(self) -> "LayerWriter":
@@ -187,13 +188,8 @@ def layout_digest(item: Item) -> str:
     tensors = _KINDS[item.kind](Affine(weight=pattern)).tensors()
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors.values():
-        found.update(bytes_of(tensor).numpy())
+        found.update(flat_bytes(tensor).numpy())
     return found.hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8 [bytes]."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _up(at: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory allocation settings of a process that computes on the CPU."""
+"""Memory of a process that computes on the CPU: settings of its allocation, and the bytes of its tensors."""
 
 import ctypes
 import functools
@@ -55,3 +55,9 @@ def use_huge_pages(memory: Tensor) -> None:
     stop = -(-(memory.data_ptr() + memory.nbytes) // _HUGE) * _HUGE
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous CPU tensor of any shape as bytes. Valid while the tensor lives."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

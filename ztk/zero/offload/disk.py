@@ -1,6 +1,5 @@
 """One offload file: opened past the page cache, without a name from the start, read and written in full."""
 
-import ctypes
 import errno
 import os
 import weakref
@@ -9,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ztk.core.policies.offload import PAGE_BYTES
+from ztk.core.runtime.host_memory import view_bytes
 
 # [Note: Unlinked offload files]
 # The file is unlinked right after it is opened; the open descriptor keeps it usable. However the process ends (killed,
@@ -91,7 +91,7 @@ class DiskFile:
 
     def _move(self, memory: Tensor, *, offset: int, some, action: str) -> None:
         nbytes = memory.numel()
-        buffer = memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
+        buffer = view_bytes(memory)
         done = 0
         while done < nbytes:
             try:

@@ -5,7 +5,6 @@ process dies the kernel closes its sockets, so a rank that sends to it or waits 
 """
 
 import contextlib
-import ctypes
 import socket
 import struct
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ztk.core.runtime.comm.errors import CommMismatch, PeerLost
+from ztk.core.runtime.host_memory import view_bytes
 
 _HEADER = struct.Struct("<Q88s")  # bytes that follow, label
 
@@ -47,7 +47,7 @@ class PeerSockets:
 
     def send(self, tensor: Tensor, *, to: int, label: str) -> None:
         """Sends the bytes of `tensor` (contiguous, of any shape, on the CPU)."""
-        connection, payload = self._sockets[to], _bytes_of(tensor)
+        connection, payload = self._sockets[to], view_bytes(tensor)
         header = _HEADER.pack(payload.nbytes, label.encode()[:88])
         self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
@@ -59,7 +59,7 @@ class PeerSockets:
             CommMismatch: the message has another size or label.
             PeerLost: the rank is gone or late.
         """
-        connection, payload = self._sockets[source], _bytes_of(out)
+        connection, payload = self._sockets[source], view_bytes(out)
         header = bytearray(_HEADER.size)
         self._fill(memoryview(header), connection=connection, peer=source, label=label)
         nbytes, theirs = _HEADER.unpack(header)
@@ -97,9 +97,3 @@ def hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end is gone already
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
