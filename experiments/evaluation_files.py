@@ -35,7 +35,7 @@ def read_texts(path: str, *, field: str) -> list[str]:
     found: list[list[str]] = []
     for item in read_documents(Path(path), field=field):
         if isinstance(item, Fault):
-            raise ValueError(_in_own_keys(item.text))
+            raise ValueError(item.with_words(_DATA_KEYS))
         if item.is_first:
             found.append([])
         found[-1].append(item.text)
@@ -79,10 +79,3 @@ def _question(given: Any, *, number: int) -> Question:
     if name == "question":
         text, choices = f"Question: {text}\nAnswer:", [f" {choice}" for choice in choices]
     return Question(line=number, prompt=text, choices=choices, sizes=sizes, answer=answer)
-
-
-def _in_own_keys(fault: str) -> str:
-    """Returns an error about documents with the keys of `task=eval`."""
-    for theirs, own in _DATA_KEYS.items():
-        fault = fault.replace(theirs, own)
-    return fault

@@ -4,7 +4,7 @@ Files may be compressed. Bad input yields a `Fault` in its place among the docum
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,16 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A description of bad input, with file, place and fix."""
+    """A description of bad input, with file, place and fix. It names keys of the group `data`."""
 
     text: str
+
+    def with_words(self, words: Mapping[str, str]) -> str:
+        """Returns the text with other keys. words: a part of the text -> its replacement."""
+        found = self.text
+        for theirs, own in words.items():
+            found = found.replace(theirs, own)
+        return found
 
 
 def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:

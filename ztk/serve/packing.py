@@ -257,15 +257,8 @@ def calibration_tokens(path: str, *, tokenizer: Tokenizer) -> tuple[int, ...]:
     tokens: list[int] = []
     for item in read_documents(Path(path).expanduser(), field="text"):
         if isinstance(item, Fault):
-            raise ValueError(_in_own_keys(item.text))
+            raise ValueError(item.with_words(_DATA_KEYS))
         tokens += tokenizer.encode(item.text) if item.is_first else tokenizer.encode_text(item.text)
         if len(tokens) >= TOKENS:
             break
     return tuple(tokens[:TOKENS])
-
-
-def _in_own_keys(fault: str) -> str:
-    """Returns an error about documents with the words for this file."""
-    for theirs, own in _DATA_KEYS.items():
-        fault = fault.replace(theirs, own)
-    return fault
