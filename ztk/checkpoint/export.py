@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -168,7 +168,9 @@ def export_safetensors(
     is_merged = not own_names and "decoder" in (manifest.model or {})
     weights = Weights(manifest, dtype=dtype, names=names, ema=ema, is_merged=is_merged)
     with closing(weights), _new_folder(Path(to)) as folder:
-        files = _cut(weights.specs, shard_bytes=shard_bytes)
+        sizes = [spec.nbytes for spec in weights.specs]
+        numbers = files_of(sizes, limit=shard_bytes, stem="model", ending="safetensors")
+        files = {name: [weights.specs[number] for number in own] for name, own in numbers.items()}
         nbytes = sum(
             write_tensors(folder / name, specs=specs, ranges=weights.ranges).nbytes for name, specs in files.items()
         )
@@ -384,16 +386,19 @@ def _temporary_beside(to: Path) -> Path:
     return to.with_name(f"{to.name}.tmp-{secrets.token_hex(4)}")
 
 
-def _cut(specs: list[TensorSpec], *, shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Distributes consecutive tensors over files of at most `shard_bytes`. A larger tensor gets its own file."""
-    groups: list[list[TensorSpec]] = []
-    room = 0
-    for spec in specs:
-        if not groups or spec.nbytes > room:
+def files_of(sizes: Sequence[int], *, limit: int | None, stem: str, ending: str) -> dict[str, list[int]]:
+    """Distributes consecutive tensors over files of at most `limit` bytes, or one file for None. A larger tensor gets its own file.
+
+    sizes: bytes of the tensors. Returns the files' names in the layout of the Hugging Face hub -> positions in `sizes`.
+    """
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for number, nbytes in enumerate(sizes):
+        if limit is not None and groups[-1] and filled + nbytes > limit:
             groups.append([])
-            room = shard_bytes
-        groups[-1].append(spec)
-        room -= spec.nbytes
+            filled = 0
+        groups[-1].append(number)
+        filled += nbytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+        return {f"{stem}.{ending}": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.{ending}": group for i, group in enumerate(groups)}

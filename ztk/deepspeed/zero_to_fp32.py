@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import RANGE_ELEMENTS
+from ztk.checkpoint.export import RANGE_ELEMENTS, files_of
 from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
@@ -108,12 +108,17 @@ def convert_zero_checkpoint_to_state_dict(
         first = {id(tensor): name for name, tensor in reversed(state.items())}
         state = {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
     stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    files = _cut(state, limit=_bytes(max_shard_size))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), []).append(name)
+    named = list(tied.values())  # tied names are in the same file
+    sizes = [state[names[0]].nbytes for names in named]
+    files = files_of(sizes, limit=_bytes(max_shard_size), stem=stem, ending=ending)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     weight_map, total = {}, 0
-    for number, names in enumerate(files, start=1):
-        name = f"{stem}.{ending}" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.{ending}"
+    for name, numbers in files.items():
+        names = [key for number in numbers for key in named[number]]
         shard = _read({key: state[key] for key in names}, dtype=_dtype(dtype))
         _save(shard, path=folder / name, safe=safe_serialization)
         weight_map |= dict.fromkeys(names, name)
@@ -250,23 +255,6 @@ def _read(state: dict[str, LazyTensor], *, dtype: torch.dtype) -> dict[str, Tens
             value = tensor.contiguous()
             full[id(tensor)] = value.to(dtype) if value.is_floating_point() else value
     return {name: full[id(tensor)] for name, tensor in state.items()}
-
-
-def _cut(state: dict[str, LazyTensor], *, limit: int | None) -> list[list[str]]:
-    """Returns names per file, in order. Tied names are in the same file."""
-    owners: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        owners.setdefault(id(tensor), []).append(name)
-    files: list[list[str]] = [[]]
-    filled = 0
-    for names in owners.values():
-        nbytes = state[names[0]].nbytes
-        if limit is not None and files[-1] and filled + nbytes > limit:
-            files.append([])
-            filled = 0
-        files[-1] += names
-        filled += nbytes
-    return files
 
 
 def _save(shard: dict[str, Tensor], *, path: Path, safe: bool) -> None:
