@@ -214,7 +214,11 @@ def number(value: object) -> float:
 
 def at_least(low: float, *, high: float | None = None) -> Convert:
     """Returns a conversion for numbers in this range, which kernels read in float32."""
-    allowed = Range(low=low, high=high, float32=True)
+    return within(Range(low=low, high=high, float32=True))
+
+
+def within(allowed: Range) -> Convert:
+    """Returns a conversion for numbers in a range."""
 
     def convert(value: object) -> float:
         if reason := allowed.fault(number(value)):

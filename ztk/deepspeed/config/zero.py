@@ -14,12 +14,12 @@ from ztk.deepspeed.config.keys import (
     boolean,
     fixed,
     hint,
-    number,
     one_of,
     read_section,
     shown,
     takes,
     whole_number,
+    within,
 )
 from ztk.zero.offload import OffloadPolicy
 
@@ -233,12 +233,6 @@ _PIPELINE = "reading, updating and writing always overlap"
 _device = one_of("none", "cpu", "nvme")
 
 
-def _part(value: object) -> float:
-    if reason := PART.fault(number(value)):
-        raise ValueError(reason)
-    return number(value)
-
-
 OPTIMIZER = {
     "device": takes(_device),
     "nvme_path": takes(anything),
@@ -248,7 +242,7 @@ OPTIMIZER = {
     "pipeline_write": hint(boolean, _PIPELINE),
     "pipeline": hint(boolean, _PIPELINE),
     "fast_init": hint(boolean, "states are allocated in the tier they reside in, without a copy"),
-    "ratio": takes(_part),
+    "ratio": takes(within(PART)),
     "super_offload": fixed(False, why="not offered by ztk yet; leave it out"),
     "cpuadam_cores_perc": fixed(0.8, why="has an effect with super_offload only, which ztk does not offer yet"),
 }
