@@ -37,10 +37,20 @@ _FIX = (
 )
 
 
-class DeepSpeedEngine(Getters, Saving, nn.Module):
-    """`loss = engine(x)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
+class OverModule(nn.Module):
+    """Looks up unknown attributes in its `module`."""
 
-    Unknown attributes are looked up in the module.
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules["module"], name)
+
+
+class DeepSpeedEngine(Getters, Saving, OverModule):
+    """`loss = engine(x)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     global_steps counts all optimizer steps, including skipped ones; micro_steps counts calls of `step`. A learning rate schedule advances
     with every step that is not skipped.
@@ -78,14 +88,6 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _prepare(self) -> None:
         """Hook for derived engines, called at the end of the construction."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "module" not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self._modules["module"], name)
 
     # Training
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime import Process
-from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
+from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine, OverModule
 from ztk.deepspeed.generation.asked import is_watched, read_call
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.tools.timers import now
@@ -18,8 +18,8 @@ from ztk.inference.capacity import free_memory
 _MOST_SEQUENCES = 64
 
 
-class InferenceEngine(nn.Module):
-    """Call it, or its `module`, the model that was passed. Unknown attributes are looked up in the module.
+class InferenceEngine(OverModule):
+    """Call it, or its `module`, the model that was passed.
 
     config: the model's own configuration, or None. notes: keys without effect, and the modules that kernels compute.
     """
@@ -48,14 +48,6 @@ class InferenceEngine(nn.Module):
         if hasattr(model, "generate"):
             self.generate = self._generate
 
-    def __getattr__(self, name: str) -> object:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "module" not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self._modules["module"], name)
-
     @property
     def device(self) -> torch.device:
         return self._process.device
@@ -75,7 +67,6 @@ class InferenceEngine(nn.Module):
                 f"max_out_tokens={limit}: the prompt has {prompt.shape[1]} tokens; give init_inference max_out_tokens={prompt.shape[1]} "
                 "or more"
             )
-        # pyrefly: ignore[missing-attribute]  # `_answers` is no parameter
         found = None if self._answers is None else self._answers.answer(args, kwargs)
         # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         return self.module.generate(*args, **kwargs) if found is None else found
@@ -112,7 +103,6 @@ class InferenceEngine(nn.Module):
         if self._is_compiled:
             return
         if self._streaming is not None:
-            # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.compile(backend=backend, compile_kwargs=compile_kwargs)
         else:
             self.module.compile(backend=backend, **(compile_kwargs or {}))
@@ -133,7 +123,6 @@ class InferenceEngine(nn.Module):
         self._closed = True
         self.__dict__["_answers"] = None  # frees its copy of the weights
         if self._streaming is not None:
-            # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.destroy()
             self.module.__dict__.pop("generate", None)
         if self._injection is not None:
