@@ -292,6 +292,10 @@ def recomputed(process, *, options: dict) -> dict:
     data = batches(0, replicas=1)
     losses = [engine.train_batch(data_iter=data).item() for _ in range(3)]
     found = {"losses": losses, "runs": runs.count("0"), "weights": engine.module_state_dict()}
+    found["interval"] = engine.module.activation_checkpoint_interval
+    engine.module.set_checkpoint_interval(0)
+    engine.train_batch(data_iter=data)
+    found["runs plainly"] = runs.count("0") - found["runs"]
     engine.destroy()
     return found
 
@@ -306,5 +310,6 @@ def test_a_recompute_interval_may_begin_with_an_embedding(ranks, world, function
     plainly, again = (ranks(world).run(recomputed, options=given)[0] for given in ({}, options))
     assert again["losses"] == plainly["losses"] and again["losses"][-1] < again["losses"][0]
     assert again["runs"] == 2 * plainly["runs"] == 2 * 3 * GLOBAL_BATCH
+    assert (again["interval"], again["runs plainly"]) == (2, GLOBAL_BATCH)  # after set_checkpoint_interval(0)
     assert again["weights"].keys() == plainly["weights"].keys()
     assert all(torch.equal(value, plainly["weights"][name]) for name, value in again["weights"].items())

@@ -27,7 +27,7 @@ class PipelineModule(pipeline.PipelineModule):
     checkpointable_layers: accepted and ignored; all classes are recomputed in groups of the interval.
     dynamic_shape: activations may change shape independently of the micro-batches. Not needed for shapes that follow the micro-batches'.
 
-    Raises ValueError for a number of stages that does not divide the ranks, or exceeds the number of layers.
+    Raises ValueError for a negative interval, and for a number of stages that does not divide the ranks, or exceeds the number of layers.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PipelineModule(pipeline.PipelineModule):
         self.process = arrange(process, Topology(pipeline=self.num_stages))
         method = _method(partition_method, sample_batch=sample_batch)
         self.policy = PipelinePolicy(partition=method, dynamic_shapes=dynamic_shape)
-        self.recompute_interval = activation_checkpoint_interval
+        self.activation_checkpoint_interval = activation_checkpoint_interval
         if activation_checkpoint_func is not None:
             self.recompute = activation_checkpoint_func
         self._grid = PipelineParallelGrid(self._topo, process=process)
@@ -65,6 +65,21 @@ class PipelineModule(pipeline.PipelineModule):
         else:
             self.stages = split(self, policy=self.policy, mesh=self.process.mesh, sample_batch=sample_batch)
             self.parts = [0, *(indices.stop for indices in self.stages.boundaries)]
+
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """Layers per recomputed group. Scripts also write it, from the next batch on; 0 recomputes nothing."""
+        return self.recompute_interval
+
+    @activation_checkpoint_interval.setter
+    def activation_checkpoint_interval(self, interval: int) -> None:
+        if interval < 0:
+            raise ValueError(f"activation_checkpoint_interval={interval}: must be 0 (no recomputation) or more layers")
+        self.recompute_interval = interval
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Sets `activation_checkpoint_interval`."""
+        self.activation_checkpoint_interval = interval
 
     def mpu(self) -> PipelineParallelGrid:
         """Returns the grid with this rank's position."""
