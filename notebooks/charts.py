@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 import pandas
@@ -21,7 +22,10 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from ztk.report import Runs
 from ztk.report.commit import read_commit
-from ztk.report.statistics import FEWEST, Interval, Share, median_interval
+from ztk.report.statistics import FEWEST, Interval, median_interval
+
+if TYPE_CHECKING:
+    from story import Share
 
 QUICK = os.environ.get("ZTK_NOTEBOOKS") == "quick"
 FOLDER = Path(os.environ.get("ZTK_NOTEBOOKS_FOLDER", "outputs/notebooks/" + ("quick" if QUICK else "full"))).absolute()
@@ -155,7 +159,7 @@ class Figure:
         ]
         self._add_measured(rows, bars=[_bar(one) for one in found])
 
-    def shares(self, x: Sequence[float], *, shares: Sequence[Share], series: str, panel: str) -> None:
+    def shares(self, x: Sequence[float], *, shares: "Sequence[Share]", series: str, panel: str) -> None:
         """Adds points with the intervals of shares."""
         rows = [
             Point(panel=panel, kind="measured", series=series, x=a, y=one.share, low=one.low, high=one.high, n=one.n)

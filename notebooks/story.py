@@ -5,6 +5,7 @@ They are in a file of their own because the ranks of task=grpo import the reward
 
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -15,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import jsonschema
 
 import ztk
 from ztk.report.history import Runs
-from ztk.report.statistics import Share, share_interval
+from ztk.report.statistics import CONFIDENCE
 from ztk.report.status import Status, read_status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,6 +271,23 @@ def run_once(*words: str, folder: Path) -> Runs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """`successes` of `n` trials as a share, with its 95 % interval from `low` to `high`."""
+
+    successes: int
+    n: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        return self.successes / self.n
+
+    def __str__(self) -> str:
+        return f"{self.share:.3f} ({self.low:.3f} to {self.high:.3f}, n = {self.n})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
     """Greedy answers of a model to the held-out prompts. right, formed: the shares of right ones, and of ones with the right form, by task.
     weight_bytes: of the loaded model."""
@@ -298,6 +317,23 @@ def ask(model: Path, *words: str, records: Sequence[dict], folder: Path, max_tok
         formed=_shares(records, formed),
         weight_bytes=int(done.runs.iloc[0]["weight_bytes"]),
     )
+
+
+def share_interval(successes: int, *, n: int) -> Share:
+    """Returns Wilson's score interval, which stays in 0 to 1 and has a width at 0 and n successes, too.
+
+    Raises:
+        ValueError: there is no trial, or successes are not between 0 and n.
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(f"successes={successes} of n={n}: n is 1 or more, and successes are 0 to n")
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share, shrink = successes / n, 1 / (1 + z**2 / n)
+    centre = shrink * (share + z**2 / (2 * n))
+    reach = shrink * z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    low = centre - reach if successes else 0.0  # exact, where the difference would round
+    high = centre + reach if successes < n else 1.0
+    return Share(successes=successes, n=n, low=low, high=high)
 
 
 def _shares(records: Sequence[dict], found: Sequence[bool]) -> dict[str, Share]:

@@ -2,7 +2,9 @@
 
 import json
 from functools import partial
+from statistics import NormalDist
 
+import numpy
 import pytest
 
 from tests.inference.models import build
@@ -120,3 +122,18 @@ def test_all_stages_run(story, quick, tmp_path, monkeypatch):  # noqa: F811
     quick(ROOT / "notebooks" / "8_from_base_to_served.py")
     assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 17
     assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 51
+
+
+def test_the_interval_of_a_share_is_wilsons(story):
+    """Its ends solve the score equation (share - p)^2 = z^2 p (1 - p) / n. It contains the true share as often as it claims."""
+    z = NormalDist().inv_cdf(0.975)
+    for successes, n in ((7, 20), (0, 10), (10, 10), (1, 1)):
+        found = story.share_interval(successes, n=n)
+        assert 0 <= found.low <= found.share <= found.high <= 1
+        for end in (found.low, found.high):
+            assert (found.share - end) ** 2 == pytest.approx(z**2 * end * (1 - end) / n, abs=1e-12)
+    draws = numpy.random.default_rng(0).binomial(50, 0.3, 2000)
+    covered = [story.share_interval(int(draw), n=50) for draw in draws]
+    assert 0.92 < sum(one.low <= 0.3 <= one.high for one in covered) / 2000 < 0.98
+    with pytest.raises(ValueError, match="successes=3 of n=2"):
+        story.share_interval(3, n=2)

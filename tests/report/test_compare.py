@@ -10,7 +10,7 @@ import pytest
 import ztk
 from ztk.report.__main__ import main
 from ztk.report.compare import compare, render
-from ztk.report.statistics import _student, median_interval, ratio_interval, share_interval
+from ztk.report.statistics import _student, median_interval, ratio_interval
 from ztk.report.sweep import SweepJob, SweepRecord
 
 
@@ -258,18 +258,3 @@ def test_a_pareto_front_keeps_arms_that_no_arm_beats_in_both(tmp_path):
     arms["model.layers=9"] = [{"tokens_per_second": 5.0, "peak_memory.device_bytes": None}]
     front = ztk.load(make_sweep(tmp_path, arms=arms)).pareto("peak_memory.device_bytes", y="tokens_per_second")
     assert list(front["arm"]) == ["model.layers=0", "model.layers=1"]
-
-
-def test_the_interval_of_a_share_is_wilsons():
-    """Its ends solve the score equation (share - p)^2 = z^2 p (1 - p) / n. It contains the true share as often as it claims."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    for successes, n in ((7, 20), (0, 10), (10, 10), (1, 1)):
-        found = share_interval(successes, n=n)
-        assert 0 <= found.low <= found.share <= found.high <= 1
-        for end in (found.low, found.high):
-            assert (found.share - end) ** 2 == pytest.approx(z**2 * end * (1 - end) / n, abs=1e-12)
-    draws = numpy.random.default_rng(0).binomial(50, 0.3, 2000)
-    covered = [share_interval(int(draw), n=50) for draw in draws]
-    assert 0.92 < sum(one.low <= 0.3 <= one.high for one in covered) / 2000 < 0.98
-    with pytest.raises(ValueError, match="successes=3 of n=2"):
-        share_interval(3, n=2)

@@ -1,4 +1,4 @@
-"""Intervals of medians, ratios and shares of few measurements."""
+"""Intervals of medians and ratios of few measurements."""
 
 import math
 import statistics
@@ -77,40 +77,6 @@ def ratio_interval(values: Sequence[float], *, baseline: Sequence[float]) -> Int
     return median_interval(
         [value / other if other else math.nan for value, other in zip(values, baseline, strict=True)]
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """`successes` of `n` trials as a share, with its 95 % interval from `low` to `high`."""
-
-    successes: int
-    n: int
-    low: float
-    high: float
-
-    @property
-    def share(self) -> float:
-        return self.successes / self.n
-
-    def __str__(self) -> str:
-        return f"{self.share:.3f} ({self.low:.3f} to {self.high:.3f}, n = {self.n})"
-
-
-def share_interval(successes: int, *, n: int) -> Share:
-    """Returns Wilson's score interval, which stays in 0 to 1 and has a width at 0 and n successes, too.
-
-    Raises:
-        ValueError: there is no trial, or successes are not between 0 and n.
-    """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"successes={successes} of n={n}: n is 1 or more, and successes are 0 to n")
-    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    share, shrink = successes / n, 1 / (1 + z**2 / n)
-    centre = shrink * (share + z**2 / (2 * n))
-    reach = shrink * z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-    low = centre - reach if successes else 0.0  # exact, where the difference would round
-    high = centre + reach if successes < n else 1.0
-    return Share(successes=successes, n=n, low=low, high=high)
 
 
 def _student(probability: float, *, degrees: int) -> float:
