@@ -209,10 +209,14 @@ def test_a_save_between_micro_batches_warns_of_missing_gradients(tmp_path, caplo
 
 
 @pytest.mark.parametrize("tag", ["..", ".", "a/b", "  x  ", ""])
-def test_tags_that_are_no_folders_are_refused(tmp_path, tag):
+def test_tags_and_places_that_are_no_folders_are_refused(tmp_path, tag):
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG)
     with pytest.raises(ValueError, match="must be the name of a folder"):
         engine.save_checkpoint(tmp_path, tag=tag)
+    for save in (engine.save_checkpoint, engine.save_16bit_model):
+        for nowhere in ("", None):
+            with pytest.raises(ValueError, match="save_dir=.*must name a folder"):
+                save(nowhere)
     engine.destroy()
 
 

@@ -68,11 +68,11 @@ class Saving:
         client_state: plain values and tensors, which `load_checkpoint` returns.
         exclude_frozen_parameters: saves only trained parameters. Loading then needs a model with the other weights.
 
-        Raises SaveFailed on all ranks if any fails, and ValueError for a tag that is not a folder name, or a client_state that cannot be
-        read back safely.
+        Raises SaveFailed on all ranks if any fails, and ValueError for an empty save_dir, a tag that is not a folder name, or a
+        client_state that cannot be read back safely.
         """
         self._states.need(operation="save_checkpoint")
-        folder, comm, is_default = Path(save_dir), self.engine.comm, tag is None
+        folder, comm, is_default = _folder(save_dir), self.engine.comm, tag is None
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
             raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
@@ -175,10 +175,11 @@ class Saving:
     ) -> bool:
         """Writes the weights in the model's dtype as one state_dict file.
 
-        Returns False and writes nothing at stage 3, unless `stage3_gather_16bit_weights_on_model_save` is set.
+        Returns False and writes nothing at stage 3, unless `stage3_gather_16bit_weights_on_model_save` is set. Raises ValueError for an
+        empty save_dir.
         """
         self._states.need(operation="save_16bit_model")
-        path, comm = Path(save_dir) / save_filename, self.engine.comm
+        path, comm = _folder(save_dir) / save_filename, self.engine.comm
         if self.settings.zero.shards_parameters and not self.settings.gathers_on_save:
             logger.warning(
                 "%s is not saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true", path
@@ -292,6 +293,13 @@ def _own_part(engine: Engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str,
         else:
             errors.append(f"{name} has shape {tuple(value.shape)}, the full model's has {part.full_shape}")
     return own, errors
+
+
+def _folder(save_dir: str | os.PathLike | None) -> Path:
+    """Scripts pass an option of theirs that nobody gave, whose path would be the current folder."""
+    if not save_dir:
+        raise ValueError(f"save_dir={save_dir!r}: must name a folder; '.' is the current one")
+    return Path(save_dir)
 
 
 def _check_custom(engine: Engine, *, operation: str) -> None:
