@@ -114,7 +114,7 @@ def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPo
         return None
     if name == "adam" and decoupled == {True}:
         name = "adamw"
-    options = {key: _plain(groups[0][key]) for key in ("lr", "weight_decay")}
+    options = {key: float(groups[0][key]) for key in ("lr", "weight_decay")}
     if name == "sgd":
         momenta = [float(group["momentum"]) for group in groups]
         nesterov = {bool(group["nesterov"]) for group in groups if float(group["momentum"])}
@@ -285,7 +285,3 @@ def _experts_apart(groups: list) -> list:
 
 def _list(params: object) -> list[torch.Tensor]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _plain(value: object) -> float:
-    return float(value)

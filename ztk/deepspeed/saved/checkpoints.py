@@ -25,6 +25,7 @@ from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.full import is_cut
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.sources import reason_of
+from ztk.core.policies.records import replace_file
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.engine.offloading import StateOffload
@@ -106,9 +107,7 @@ class Saving:
                 zero_to_fp32.leave_script(folder)
                 if save_latest:
                     claim_latest(self, folder=folder)
-                    temporary = folder / f"{LATEST}.tmp"
-                    temporary.write_text(tag)
-                    os.replace(temporary, folder / LATEST)
+                    replace_file(folder / LATEST, text=tag)
         return True
 
     def load_checkpoint(
