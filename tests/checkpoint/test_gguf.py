@@ -1,6 +1,7 @@
 """Export to GGUF files and back: equal bits, blocks equal to the package gguf's, and files that transformers can read."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -86,7 +87,13 @@ def test_blocks_equal_the_packages(kind, tmp_path):
 
 
 def test_tokenizer_template_and_end_tokens_come_back(tmp_path):
+    """Also where special_tokens_map.json alone names the tokens, as in folders of earlier releases of transformers."""
     save(tmp_path / "own", family="llama")
+    settings = json.loads((tmp_path / "own" / "tokenizer_config.json").read_text())
+    named = {name: settings.pop(name) for name in list(settings) if name.endswith("_token")}
+    assert "eos_token" in named
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "own" / "special_tokens_map.json").write_text(json.dumps(named))
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     unpack(tmp_path / "model.gguf", to=tmp_path / "back")
     own, back = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "back"))

@@ -27,6 +27,7 @@ from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all
 from ztk.core.policies.records import run_folder
+from ztk.data.subword import read_settings, token_text
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
 from ztk.zero.update.piece_states import FROZEN, MASTER
@@ -202,17 +203,16 @@ def run_tokenizer(step: Path) -> Path | None:
 
 def special_tokens(folder: Path) -> dict[str, int]:
     """Returns `eos_token_id`, `bos_token_id` and `pad_token_id`, as far as the tokenizer in `folder` defines them."""
-    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not (settings.is_file() and tokenizer.is_file()):
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
         return {}
-    named, stored = (json.loads(file.read_text(encoding="utf-8")) for file in (settings, tokenizer))
+    named, stored = read_settings(folder), json.loads(tokenizer.read_text(encoding="utf-8"))
     vocabulary = stored.get("model", {}).get("vocab")
     known = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     known |= {token["content"]: token["id"] for token in stored.get("added_tokens") or ()}
     found = {}
     for key in ("eos_token", "bos_token", "pad_token"):
-        token = named.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
+        text = token_text(named.get(key))
         if text in known:
             found[f"{key}_id"] = known[text]
     return found

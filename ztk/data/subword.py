@@ -169,7 +169,7 @@ class SubwordTokenizer:
         """Returns `inner` with the settings of transformers."""
         library = importlib.import_module("tokenizers")
         reader = library.Tokenizer.from_str(self.inner.to_str())
-        reader.encode_special_tokens = bool(_settings(self.folder).get("split_special_tokens"))
+        reader.encode_special_tokens = bool(read_settings(self.folder).get("split_special_tokens"))
         reader.post_processor = None  # it strips spaces from the positions of tokens
         reader.add_special_tokens(_added_by_settings(self.folder, known=self.inner, library=library))
         return reader
@@ -198,8 +198,8 @@ def _around(inner: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(found.ids[:first]), tuple(found.ids[last:])
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Returns the contents of special_tokens_map.json, updated by tokenizer_config.json.
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns the contents of special_tokens_map.json, updated by tokenizer_config.json; empty without both.
 
     Raises ValueError if a file is not a JSON object.
     """
@@ -211,16 +211,16 @@ def _settings(folder: Path) -> dict[str, Any]:
         try:
             found |= json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"data.tokenizer={folder}: {name} is no JSON object ({error}); save it again") from None
+            raise ValueError(f"{path}: is no JSON object ({error}); save the tokenizer again") from None
     return found
 
 
 def _end_text(folder: Path) -> str | None:
     """Returns the text of the end token."""
-    return _written(_settings(folder).get("eos_token"))
+    return token_text(read_settings(folder).get("eos_token"))
 
 
-def _written(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """Returns the text of a token in tokenizer_config.json, a string or an object with `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
@@ -231,14 +231,14 @@ def _added_by_settings(folder: Path, *, known: Any, library: Any) -> list[Any]:
 
     Tokens outside the vocabulary are left out, because the model has no embedding for them.
     """
-    settings = _settings(folder)
+    settings = read_settings(folder)
     named = [value for name, value in settings.items() if name.endswith("_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         named += settings[name] if isinstance(settings.get(name), list) else []
     decoder = settings.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         named += [entry for entry in decoder.values() if isinstance(entry, dict) and entry.get("special")]
-    texts = dict.fromkeys(text for entry in named if (text := _written(entry)))
+    texts = dict.fromkeys(text for entry in named if (text := token_text(entry)))
     return [
         library.AddedToken(text, special=True, normalized=False)
         for text in texts

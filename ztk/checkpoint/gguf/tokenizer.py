@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ztk.data.subword import read_settings, token_text
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # values of tokenizer.ggml.token_type
 _PREFIX = "tokenizer.ggml."
 _NAMED = ("bos", "eos", "unknown", "padding")  # special tokens with an id in the metadata
@@ -100,10 +102,9 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
         f"{_PREFIX}add_space_prefix": False,
     }
     known = {token: number for number, token in enumerate(tokens)}
-    named = _settings(folder)
+    named = read_settings(folder)
     for name, setting in _SETTINGS.items():
-        token = named.get(setting)
-        text = token.get("content") if isinstance(token, dict) else token
+        text = token_text(named.get(setting))
         if text in known:
             found[f"{_PREFIX}{name}_token_id"] = known[text]
     found[f"{_PREFIX}add_bos_token"] = _adds_bos(stored, bos=found.get(f"{_PREFIX}bos_token_id"))
@@ -244,11 +245,6 @@ def _adds_bos(stored: Mapping[str, Any], *, bos: int | None) -> bool:
     parts: Iterable[Mapping[str, Any]] = after.get("processors", [after])
     ids = [entry["ids"] for part in parts for entry in (part.get("special_tokens") or {}).values()]
     return bos is not None and [bos] in ids
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _template(folder: Path, *, named: Mapping[str, Any]) -> str | None:

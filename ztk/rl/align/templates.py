@@ -14,12 +14,13 @@ generation %} closes before it, it is learnt too. A template without such a toke
 import contextlib
 import functools
 import importlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ztk.data.subword import read_settings
 
 # Errors of a template's expressions, in addition to jinja2's own.
 _OF_EXPRESSIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
@@ -50,9 +51,7 @@ class ChatTemplate:
     @staticmethod
     def has(folder: Path) -> bool:
         """Returns whether the folder has a template, which records of plain texts do not need."""
-        settings = folder / "tokenizer_config.json"
-        named = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
-        return named or (folder / "chat_template.jinja").is_file()
+        return "chat_template" in read_settings(folder) or (folder / "chat_template.jinja").is_file()
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
