@@ -258,7 +258,7 @@ def test_leaf_modules():
     usual = parse_config({"train_batch_size": 1}, world_size=1).leaves
     assert "MixtralSparseMoeBlock" in usual.classes[0] and not usual.wanted
     for wrong, part in (({"stage": 2, "leaf_module": section}, "no effect at stage 2"),
-                        ({"stage": 3, "leaf_module": {"classes": [3]}}, "list of names"),
+                        ({"stage": 3, "leaf_module": {"classes": [3]}}, "list of texts"),
                         ({"stage": 3, "leaf_module": {"class": []}}, "classes")):  # fmt: skip
         with pytest.raises(ValueError, match=part):
             parse_config({"train_batch_size": 1, "zero_optimization": wrong}, world_size=1)

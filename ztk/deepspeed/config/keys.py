@@ -256,6 +256,11 @@ def texts(value: object) -> tuple[str, ...]:
     raise ValueError("must be a list of texts")
 
 
+def one_or_more_texts(value: object) -> tuple[str, ...]:
+    """Converts a text or a list of texts to the different texts. Raises ValueError for all else."""
+    return tuple(dict.fromkeys([value] if isinstance(value, str) else texts(value)))
+
+
 def one_of(*words: str) -> Convert:
     """Returns a conversion that accepts one of these words."""
 

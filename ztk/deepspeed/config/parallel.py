@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ztk.core.policies.ranges import pattern_faults
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -19,6 +20,7 @@ from ztk.deepspeed.config.keys import (
     fixed,
     hint,
     one_of,
+    one_or_more_texts,
     optional,
     read_section,
     takes,
@@ -56,7 +58,7 @@ _PARTITION = {
     "layer_specs": takes(anything),
 }
 _SPEC = {
-    "patterns": takes(anything),
+    "patterns": takes(one_or_more_texts),
     "partition_type": takes(one_of("row", "column", "skip")),
     "shape": fixed(None, why="weights that hold several layers are cut by the model's own plan only; leave it out"),
     "partition_dim": fixed(None, why="partition_type determines the dimension; leave it out"),
@@ -140,25 +142,15 @@ def _specs(given: object, *, path: str, findings: Findings) -> Iterator[tuple[st
     for number, spec in enumerate(given):
         where = f"{path}layer_specs[{number}]."
         values = read_section(spec, path=where, keys=_SPEC, findings=findings)
-        patterns: Any = values.get("patterns", [])
-        patterns = [patterns] if isinstance(patterns, str) else patterns
+        patterns = values.get("patterns", ())
         if not patterns or "partition_type" not in values:
             findings.faults.append(f"{where.rstrip('.')}: needs patterns and partition_type")
             continue
         for pattern in patterns:
-            if not _is_expression(pattern):
-                findings.faults.append(f"{where}patterns: {pattern!r} is not a regular expression")
-            else:
+            faults = [*pattern_faults(pattern, key=f"{where}patterns")]
+            findings.faults += faults
+            if not faults:
                 yield pattern, values["partition_type"]
-
-
-def _is_expression(pattern: object) -> bool:
-    try:
-        # pyrefly: ignore[no-matching-overload]  # of the converter's type
-        re.compile(pattern)
-    except (re.error, TypeError):
-        return False
-    return True
 
 
 _FOUND = "layers, their sizes and their routing are the model's own; only the experts are spread"

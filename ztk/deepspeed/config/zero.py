@@ -15,6 +15,7 @@ from ztk.deepspeed.config.keys import (
     fixed,
     hint,
     one_of,
+    one_or_more_texts,
     read_section,
     shown,
     takes,
@@ -208,14 +209,7 @@ class LeafModules:
     wanted: frozenset[str] = frozenset()
 
 
-def _words(value: object) -> tuple[str, ...]:
-    words = [value] if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
-        raise ValueError('must be a list of names, such as ["MixtralSparseMoeBlock"]')
-    return tuple(dict.fromkeys(words))
-
-
-_LEAF_KEYS = {"classes": takes(_words), "names": takes(_words), "name_suffixes": takes(_words)}
+_LEAF_KEYS = {name: takes(one_or_more_texts) for name in ("classes", "names", "name_suffixes")}
 
 
 def read_leaf_modules(given: object, *, findings: Findings) -> LeafModules:
