@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from ztk.config import Config, ConfigError, compose, differences, from_yaml, job_hash, to_yaml
+from ztk.config import (
+    Config,
+    ConfigError,
+    build_reference,
+    compose,
+    conf_dir,
+    differences,
+    from_yaml,
+    job_hash,
+    parse_arguments,
+    to_yaml,
+)
+from ztk.report.sweep import as_written
 
 RESEARCH = Path(__file__).parents[2] / "examples" / "research"
 
@@ -111,6 +123,31 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
 def test_faults_are_said_before_ranks_start(words, said):
     with pytest.raises(ConfigError, match=said):
         composed(*words)
+
+
+def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
+    for name, p in (("strong", 0.5), ("weak", 0.1)):
+        write_option(tmp_path / "augment" / f"{name}.yaml", text=f"# Flips with p={p}.\np: {p}\n")
+    folders = [str(tmp_path)]
+    for words, p in ((["augment=strong"], 0.5), (["+augment=weak"], 0.1), (["augment=weak", "user.augment.p=0"], 0)):
+        config = compose(*words, output_dir="/tmp/own", folders=folders)
+        assert config.user.augment.p == p and from_yaml(to_yaml(config)).user.augment.p == p
+    (sent,) = parse_arguments(["augment=strong,weak"], folders=[conf_dir(), *folders], sweep=True)
+    assert as_written(sent) == "augment=strong,weak"
+    described = build_reference([conf_dir(), *folders])["augment"]
+    assert described.options == {"strong": "Flips with p=0.5.", "weak": "Flips with p=0.1."}
+    with pytest.raises(ConfigError, match="augment=none: there is no such option, only strong, weak"):
+        compose("augment=none", output_dir="/tmp/own", folders=folders)
+    with pytest.raises(ConfigError, match="keys of your own are below user: user.mine.alpha=0.1"):
+        compose("+mine.alpha=0.1", output_dir="/tmp/own")
+    write_option(tmp_path / "train" / "mine.yaml", text="steps: 3\n")
+    with pytest.raises(ConfigError, match="train: a section of ztk has the name of your group"):
+        compose("augment=weak", output_dir="/tmp/own", folders=folders)
+
+
+def write_option(path: Path, *, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def test_an_option_file_that_one_of_ztks_would_hide_is_refused(tmp_path):

@@ -56,7 +56,7 @@ def jobs_of(record: SweepRecord, *, folder: Path, plans: Mapping[str, JobPlan] |
     return [
         Job(
             folder=folder / job.folder,
-            overrides=(*job.overrides, *job.options),
+            overrides=job.words,
             status=states[job.folder],
             plan=(plans or {}).get(job.hash),
         )

@@ -45,7 +45,7 @@ from ztk.core.launch.signals import raise_noted
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import INTERRUPTED, RecordError, Status, read_status, read_summary
-from ztk.report.sweep import SweepRecord
+from ztk.report.sweep import SweepRecord, as_written
 from ztk.report.text_progress import shown_progress
 from ztk.worker import import_task
 
@@ -260,7 +260,7 @@ class Session:
         if self._external is None or self._external.rank == 0:
             if self._sweeping and (folder / "overrides.json").exists():
                 return  # a continued job keeps its original files
-            values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+            values = {key: value for key, _, value in (as_written(override).partition("=") for override in overrides)}
             write_json(folder / "overrides.json", values=values)
             write_json(folder / OPTIONS, values=options)
 

@@ -144,7 +144,7 @@ class JobSweeper(Sweeper):
                 job = name_job(name, overrides=tuple(combination), options=added, repeat=repeat)
                 first = found.setdefault(job.folder, job)
                 if first is not job and repeat == 0:
-                    self.request.say(f"{' '.join(combination)}: the same run as {' '.join(first.overrides)}")
+                    self.request.say(f"{' '.join(job.words)}: the same run as {' '.join(first.words)}")
         return tuple(found.values())
 
     def _hash(self, words: list[str], *, swept: frozenset[str], folder: Path) -> str:
@@ -201,7 +201,7 @@ class JobSweeper(Sweeper):
             found.add(job.folder)
             place = folder / job.folder
             write_failed_summary(place, error=plan.misfit, status=Status.does_not_fit)
-            words = (override.partition("=") for override in (*job.overrides, *job.options))
+            words = (override.partition("=") for override in job.words)
             write_json(place / "overrides.json", values={key: value for key, _, value in words})
             write_json(place / "plan.json", values=plan.values)
         return found

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, holds_int, holds_number, line_types, named_by, section_of
-from ztk.config.own import FREE, OBJECTS, TARGET
+from ztk.config.own import FREE, OBJECTS, TARGET, USER
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.policies.suggest import did_you_mean
 
@@ -69,6 +69,11 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in sorted(found.items()) if group != "hydra"}
 
 
+def own_groups(folders: Sequence[str]) -> frozenset[str]:
+    """Returns the groups that only the user's folders have. folders: of the option files; the first is ztk's."""
+    return frozenset(options_of([*folders[1:]])) - frozenset([*options_of([*folders[:1]]), *FREE, *OBJECTS])
+
+
 def read_option(path: Path) -> tuple[bool, dict[str, Any]]:
     """Returns whether an option file sets keys of several groups, and its nested values."""
     return _read_option(path, path.stat().st_mtime_ns)
@@ -83,16 +88,18 @@ def _read_option(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
 def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:
     """Returns the overrides in the form that Hydra accepts. Raises ConfigError with all faults.
 
-    For integer keys, 5e8 becomes 500000000.
+    For integer keys, 5e8 becomes 500000000. An option of a group of the user's own sets keys below `user.GROUP`.
 
     folders: where the option files are. sweep: allows several values per key.
     """
     options = options_of(folders)
-    _check_hidden(folders)
+    groups = own_groups(folders)
+    _check_folders(folders, groups=groups)
     own = _own_sections(overrides, folders=folders)
     accepted, faults = [], []
     sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
-    for override in overrides:
+    for word in overrides:
+        override = word.removeprefix("+") if named_by(word) in groups else word
         found = list(_faults(override, options=options, own=own))
         if not found and not sweep and _is_sweep(override):
             found = [
@@ -100,7 +107,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
             ]
         faults += found
         if not found:
-            accepted.append(override if named_by(override).partition(".")[0] in own else _whole_numbers(override))
+            accepted.append(_for_hydra(override, groups=groups, own=own))
     if faults:
         raise ConfigError(faults)
     named = [named_by(word) for word in accepted]
@@ -108,10 +115,22 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     return [f"{section}=own" for section in replaced] + accepted
 
 
-def _check_hidden(folders: list[str]) -> None:
-    """Raises ConfigError if a user's option file has the name of one of ztk's, which would hide it. Identical files are fine."""
+def _for_hydra(override: str, *, groups: frozenset[str], own: frozenset[str]) -> str:
+    """Returns an accepted override as Hydra reads it. groups: of the user's. own: sections that take any key."""
+    name = named_by(override)
+    if name in groups:
+        return f"+{name}@{USER}.{name}={override.partition('=')[2]}"
+    return override if name.partition(".")[0] in own else _whole_numbers(override)
+
+
+def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
+    """Raises ConfigError if a user's option file has the name of one of ztk's, which would hide it (identical files are fine), or if a
+    group of the user's (`groups`) has the name of a section of keys."""
     ours, *others = map(Path, folders)
-    faults = []
+    taken = groups & {name.partition(".")[0] for name in line_types()}
+    faults = [
+        f"{group}: a section of ztk has the name of your group of options; rename its folder" for group in sorted(taken)
+    ]
     for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
         usual = ours / path.parent.name / path.name
         if usual.is_file() and usual.read_bytes() != path.read_bytes():
@@ -187,7 +206,7 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
             near = did_you_mean(near_keys(key, keys=known))
             yield f"{override}: write its keys one by one, {key}.KEY=value{near}"
     else:
-        plus = " and + cannot add one" if "+" in sign else ""
+        plus = f"; keys of your own are below user: user.{key}={value}" if "+" in sign else ""
         yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options, DS_CONFIG]))}"
 
 
@@ -210,7 +229,7 @@ def _group_faults(
     if package is not None:
         yield f"{group}@{package}: a group has one place; write {group}={value}"
     if sign:
-        yield f"{sign}{group}: every run has one option of this group; write {group}=OPTION"
+        yield f"{sign}{group}: a run has one option of this group; write {group}=OPTION"
         return
     if value in ("null", "") and group in ("experiment", "sweep", *FREE):
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ztk.config.arguments import options_of, read_option
+from ztk.config.arguments import options_of, own_groups, read_option
 from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, flatten, line_keys, section_of
 from ztk.config.own import FREE
@@ -61,7 +61,8 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
     names = [field.name for field in fields(Config) if field.name not in ("output_dir", "own", *FREE)]
     found = {}
     overlays = _overlays(options, folders=folders)
-    for group in [*names, *FREE, *_SETS]:
+    own = {group: f"A group of your own, whose option sets keys of user.{group}." for group in own_groups(folders)}
+    for group in [*names, *FREE, *_SETS, *sorted(own)]:
         files = {option: _option_file(group, option=option, folders=folders) for option in options.get(group, [])}
         read = {option: read_option(path) for option, path in files.items()}
         values = {
@@ -73,7 +74,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
         keys = [key for key in line_keys() if key.startswith(f"{group}.")]
         found[group] = GroupReference(
             name=group,
-            meaning=(FREE | _SETS).get(group) or _summary(section_of(f"{group}.").__doc__),
+            meaning=(FREE | _SETS | own).get(group) or _summary(section_of(f"{group}.").__doc__),
             options={option: _first_comment(path) for option, path in files.items()},
             usual=usual.get(group),
             keys=tuple(_key_reference(key, values=values, usual=usual.get(group) or "") for key in keys),

@@ -14,7 +14,7 @@ from ztk.core.policies.experiment import is_counted
 from ztk.report.folder import ENVIRONMENT, METRICS, OPTIONS, SUMMARY, read_rows
 from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_status, read_summary
-from ztk.report.sweep import SWEEP, SweepJob, read_sweep
+from ztk.report.sweep import SWEEP, SweepJob, as_written, read_sweep
 
 LARGER_IS_BETTER = ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "hfu", "reward_after")
 _WORDS = {"true": True, "false": False, "null": None}
@@ -192,7 +192,11 @@ def _part_arms(runs: Sequence[dict[str, Any]], *, settings: Sequence[dict[str, s
 
 def _describe(folder: Path, *, job: SweepJob | None, values: Mapping[str, Any]) -> dict[str, Any]:
     overrides = _overrides(folder, job=job)
-    arm = " ".join(job.overrides) if job else " ".join(f"{key}={value}" for key, value in overrides.items())
+    arm = (
+        " ".join(map(as_written, job.overrides))
+        if job
+        else " ".join(f"{key}={value}" for key, value in overrides.items())
+    )
     environment = _read_json(folder / ENVIRONMENT)
     status = read_status(folder)
     summary = read_summary(folder) if status not in (Status.running, Status.dead) else {}
@@ -210,7 +214,7 @@ def _describe(folder: Path, *, job: SweepJob | None, values: Mapping[str, Any]) 
 
 def _overrides(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
     """Returns key -> value of the command line, from `overrides.json`, a dictionary or a list of `key=value`, or from the sweep."""
-    values = _read_json(folder / "overrides.json") or (list(job.overrides + job.options) if job else {})
+    values = _read_json(folder / "overrides.json") or (list(job.words) if job else {})
     if isinstance(values, list):
         values = dict(entry.split("=", 1) for entry in values if "=" in entry)
     return {key: _value(value) if "." in key else value for key, value in values.items()}

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ from ztk.report.status import RecordError, Status, read_status
 
 SWEEP = "sweep.json"
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def as_written(word: str) -> str:
+    """Returns an override of Hydra as on the command line: "augment=strong" of "+augment@user.augment=strong"."""
+    return re.sub(r"^\+(\w+)@user\.\1=", r"\1=", word)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,11 @@ class SweepJob:
     overrides: tuple[str, ...]
     repeat: int = 0
     options: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The overrides and options as on the command line."""
+        return tuple(map(as_written, (*self.overrides, *self.options)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
