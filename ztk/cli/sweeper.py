@@ -104,7 +104,7 @@ class JobSweeper(Sweeper):
         if old is not None and options.repeat_with is None:
             options = replace(options, repeat_with=RepeatWith(old.repeat_with))
         grid = {
-            str(override.get_key_element()): [str(value) for value in override.sweep_string_iterator()]
+            override.key_or_group: [str(value) for value in override.sweep_string_iterator()]
             for override in overrides
             if override.is_discrete_sweep()
         }
