@@ -124,7 +124,7 @@ def test_names_are_refused_all_at_once_with_what_was_meant():
     meant = [
         "zero=stage3",
         "optimizer.lr",
-        "+ cannot add",
+        "your own are below user: user.foo=1",
         "train.steps",
         "whole number",
         "none, cpu, nvme",

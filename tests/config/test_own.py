@@ -128,8 +128,16 @@ def test_faults_are_said_before_ranks_start(words, said):
 def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
     for name, p in (("strong", 0.5), ("weak", 0.1)):
         write_option(tmp_path / "augment" / f"{name}.yaml", text=f"# Flips with p={p}.\np: {p}\n")
+    chosen = "# @package _global_\n# Mine.\ndefaults: [override /augment@user.augment: strong]\n"
+    write_option(tmp_path / "experiment" / "mine.yaml", text=chosen)
     folders = [str(tmp_path)]
-    for words, p in ((["augment=strong"], 0.5), (["+augment=weak"], 0.1), (["augment=weak", "user.augment.p=0"], 0)):
+    for words, p in (
+        (["experiment=mine"], 0.5),
+        (["experiment=mine", "augment=weak"], 0.1),
+        (["augment=strong"], 0.5),
+        (["+augment=weak"], 0.1),
+        (["augment=weak", "user.augment.p=0"], 0),
+    ):
         config = compose(*words, output_dir="/tmp/own", folders=folders)
         assert config.user.augment.p == p and from_yaml(to_yaml(config)).user.augment.p == p
     (sent,) = parse_arguments(["augment=strong,weak"], folders=[conf_dir(), *folders], sweep=True)

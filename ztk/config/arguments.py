@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -95,6 +96,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     options = options_of(folders)
     groups = own_groups(folders)
     _check_folders(folders, groups=groups)
+    declare_groups(groups)
     own = _own_sections(overrides, folders=folders)
     accepted, faults = [], []
     sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
@@ -115,11 +117,17 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     return [f"{section}=own" for section in replaced] + accepted
 
 
+def declare_groups(groups: Iterable[str] = ()) -> None:
+    """Adds groups of the user's to the defaults list of config.yaml, from which a run chooses no option by itself."""
+    defaults = [{f"{group}@{USER}.{group}": None} for group in sorted(groups)]
+    ConfigStore.instance().store(name="ztk_groups", node={"defaults": defaults})
+
+
 def _for_hydra(override: str, *, groups: frozenset[str], own: frozenset[str]) -> str:
     """Returns an accepted override as Hydra reads it. groups: of the user's. own: sections that take any key."""
     name = named_by(override)
     if name in groups:
-        return f"+{name}@{USER}.{name}={override.partition('=')[2]}"
+        return f"{name}@{USER}.{name}={override.partition('=')[2]}"
     return override if name.partition(".")[0] in own else _whole_numbers(override)
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.alignment import take_metric, take_reference
-from ztk.config.arguments import parse_arguments, read_option
+from ztk.config.arguments import declare_groups, parse_arguments, read_option
 from ztk.config.batch import AUTO, forwards_of, round_faults, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
@@ -89,6 +89,7 @@ def _composed_schema() -> DictConfig:
 
 
 ConfigStore.instance().store(name="ztk_schema", node=_composed_schema())
+declare_groups()
 # Hydra's own sweeper with the class that `ztk.cli` registers.
 SWEEPER = "hydra_plugins.ztk.JobSweeper"
 ConfigStore.instance().store(
