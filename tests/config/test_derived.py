@@ -9,8 +9,8 @@ import yaml
 
 from tests.parallel.topology.families import make
 from ztk.config import Config, Machine, compose, from_yaml, to_explained_yaml
-from ztk.config.derived import explained
 from ztk.config.keys import read
+from ztk.config.record import explained
 
 CPU = Machine(gpus=0, cores=2)
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.derived import derive
 from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
 from ztk.config.other_models import teacher_faults
@@ -16,7 +15,7 @@ from ztk.config.topology import (
     replicas_of,
     settled_ranks,
 )
-from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
+from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
@@ -24,30 +23,6 @@ from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
-
-_WITHOUT_REFERENCE = (DpoLossName.simpo, DpoLossName.orpo)
-_HIGHER = ("reward", "accuracy", "margin")  # metrics for which larger is better
-
-
-def take_reference(config: Config, *, given: frozenset[str]) -> None:
-    """Removes the reference from losses that do not use one, unless the user set it to measure the divergence."""
-    if config.task.name == "dpo" and config.dpo.loss in _WITHOUT_REFERENCE and "dpo.reference" not in given:
-        reason = f"dpo.loss={config.dpo.loss.value} has no reference"
-        derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
-
-
-def take_metric(config: Config) -> None:
-    """Sets the metric that ranks checkpoints, unless the user set it."""
-    saved = config.checkpoint
-    if config.task.name not in (*ALIGNING, "grpo", "ppo") or not (saved.keep_best or config.train.patience is not None):
-        return
-    if saved.metric is None:
-        reason = "held-out data are measured by it"
-        name = "validation_loss" if config.task.name in ALIGNING else "eval_reward"
-        derive(config, key="checkpoint.metric", value=name, reason=reason)
-    if saved.higher_is_better is None:
-        higher = any(word in str(saved.metric) for word in _HIGHER)
-        derive(config, key="checkpoint.higher_is_better", value=higher, reason=f"checkpoint.metric={saved.metric}")
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -180,7 +155,7 @@ def _loss_faults(config: Config) -> Iterator[str]:
                 f"dpo.reference={dpo.reference.value}: dpo.loss=kto compares answers to other prompts of the step with the reference, too; use "
                 "dpo.reference=frozen or lora_off"
             )
-        if dpo.loss in _WITHOUT_REFERENCE and dpo.reference is DpoReferenceName.precomputed:
+        if dpo.loss in WITHOUT_REFERENCE and dpo.reference is DpoReferenceName.precomputed:
             yield (
                 f"dpo.reference=precomputed: dpo.loss={dpo.loss.value} has no reference, and one that measures the divergence has to compute "
                 "answers that are drawn; use dpo.reference=none or frozen"

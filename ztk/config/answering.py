@@ -34,20 +34,20 @@ _CUT = ("topology", "topology.tensor")  # for more than one rank
 _TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
 
 
-def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
-    """Yields one line per fault, with its fix. given: keys that the user set, and groups whose option the user chose."""
+def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Yields one line per fault, with its fix."""
     if config.task.name not in ANSWERING:
         return
     task = f"task={config.task.name}"
     does = "scores texts" if config.task.name == "eval" else "answers prompts"
     is_cut, trains = config.topology.tensor > 1, by_training(config)
-    for key in sorted(given):
+    for key in sorted(config.given):
         section = key.partition(".")[0]
         if section not in _SECTIONS and not (is_cut and key in _CUT) and not (trains and is_of_training(key)):
             value = f"={written(read(config, key=key))}" if "." in key else ""
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
     if trains:
-        yield from evaluating_faults(config, given=given)
+        yield from evaluating_faults(config)
         yield from _file_faults(config, task=task)
         yield from _eval_faults(config)
         return
@@ -60,7 +60,7 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
     if is_cut:
         yield from _cut_faults(config, task=task)
     yield from _cache_faults(config, machine=machine)
-    yield from _offload_faults(config, given=given, task=task)
+    yield from _offload_faults(config, task=task)
     yield from _own_module_faults(config)
     yield from _adapter_faults(config)
     yield from _calibration_faults(config)
@@ -92,12 +92,12 @@ def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
 
 
-def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iterator[str]:
-    for key in sorted(given.intersection(_TRAINING_TIERS)):
+def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
+    for key in sorted(config.given.intersection(_TRAINING_TIERS)):
         yield (
             f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
         )
-    if "offload.nvme_path" in given and _is_packed(config):
+    if "offload.nvme_path" in config.given and _is_packed(config):
         yield (
             f"offload.nvme_path={config.offload.nvme_path} has no effect with inference.model={config.inference.model}, which is packed "
             "and read where it is: leave it out"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ztk.config.keys import fill
 from ztk.config.topology import replicas_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.pipeline import interleaved_faults
@@ -20,11 +21,14 @@ def settle_batch(config: Config, *, recorded: Config | None) -> None:
     recorded: the run that this one continues. Its global batch is kept on any number of ranks.
     """
     train, replicas = config.train, replicas_of(config.topology, ranks=config.launch.ranks)
-    if train.global_batch_size is None and recorded is not None:
-        train.global_batch_size = recorded.train.global_batch_size
-    if train.global_batch_size is None:
-        train.global_batch_size = replicas * train.micro_batch_size * (train.accumulation_steps or 1)
-    train.accumulation_steps = forwards_of(train.global_batch_size, replicas=replicas, size=train.micro_batch_size)
+    batch = replicas * train.micro_batch_size * (train.accumulation_steps or 1)
+    if recorded is not None and recorded.train.global_batch_size is not None:
+        batch = recorded.train.global_batch_size
+    reason = "replicas * train.micro_batch_size * train.accumulation_steps"
+    fill(config, key="train.global_batch_size", value=batch, reason=reason)
+    forwards = forwards_of(train.global_batch_size, replicas=replicas, size=train.micro_batch_size)
+    fill(config, key="train.accumulation_steps", value=forwards, reason="forwards that train.global_batch_size takes")
+    train.accumulation_steps = forwards  # on other ranks than before, too
 
 
 def forwards_of(batch: int, *, replicas: int, size: int) -> int:
@@ -32,8 +36,8 @@ def forwards_of(batch: int, *, replicas: int, size: int) -> int:
     return -(-batch // (replicas * size))
 
 
-def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
-    """Yields faults of the interleaved schedule, which runs micro-batches in rounds. given: the keys that the user set.
+def round_faults(config: Config) -> Iterator[str]:
+    """Yields faults of the interleaved schedule, which runs micro-batches in rounds.
 
     Batches must be settled already.
     """
@@ -41,7 +45,7 @@ def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
     if ranks == 1 or config.topology.schedule is not PipelineSchedule("interleaved") or infers(config):
         return
     batch, count = train.global_batch_size, train.accumulation_steps
-    if "train.global_batch_size" not in given and config.checkpoint.resume is None:
+    if "train.global_batch_size" not in config.given and config.checkpoint.resume is None:
         yield from interleaved_faults(num_ranks=ranks, num_micro_batches=count, virtual_stages=None)
         return
     if count % ranks == 0:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -13,68 +12,34 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.alignment import take_metric, take_reference
 from ztk.config.arguments import declare_groups, parse_arguments, read_option
-from ztk.config.batch import AUTO, forwards_of, round_faults, settle_batch
+from ztk.config.batch import round_faults
+from ztk.config.derived import derive_choices, settle
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
-from ztk.config.environments import settle_environment
+from ztk.config.effects import null_unused_defaults
 from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
-from ztk.config.keys import SWEEP, flatten, leaf_types, named_by, path_keys, read, run_keys, section_of, write
+from ztk.config.keys import SWEEP, flatten, leaf_types, named_by, run_keys, section_of
 from ztk.config.lengths import take_lengths
 from ztk.config.own import OBJECTS, USER, take_user
 from ztk.config.planning import PLAN, take_measured
-from ztk.config.rates import take_rate
-from ztk.config.record import key_types, load, refusal, without_objects
+from ztk.config.record import key_types, refusal, without_objects
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
-from ztk.config.rewards import settle_rewards
 from ztk.config.rollout import choose_rollouts
-from ztk.config.rules import check, take_evaluations
+from ztk.config.rules import check
 from ztk.config.suggest import near_keys
 from ztk.config.text_rules import follow_tokenizer
-from ztk.config.topology import replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.records import record_of, run_record
-from ztk.core.policies.runs import (
-    ANSWERING,
-    BYTES,
-    TRAIN,
-    as_paths,
-    device_of,
-    draws,
-    infers,
-    is_own,
-    others_offload,
-    reports_mfu,
-    times_kernels,
-)
-from ztk.core.policies.schedule import SchedulerName, wsd_steps
+from ztk.core.policies.runs import ANSWERING, draws, is_own, reports_mfu, times_kernels
 from ztk.core.policies.suggest import did_you_mean
-from ztk.core.policies.tier import Tier
-from ztk.core.policies.train import Evaluated
 
 # Groups whose options set keys of other groups, in the order of conf/config.yaml.
 _OVERLAYS = ("algorithm.", "task.", "weights.")
-
-# Keys that `_settle` sets, and the source of their values.
-_SETTLED = {
-    "launch.ranks": "as many as the topology needs, else one per GPU, two without a GPU",
-    "launch.threads": "OMP_NUM_THREADS, else the cores divided by the ranks",
-    "topology.data": "ranks divided by the other degrees",
-    "train.global_batch_size": "replicas * train.micro_batch_size * train.accumulation_steps",
-    "train.accumulation_steps": "forwards that train.global_batch_size takes",
-    "scheduler.warmup_steps": "train.steps / 20",
-    "scheduler.decay_steps": "the steps / 10",
-    "scheduler.rise_steps": "train.steps / 2",
-    "scheduler.step_size": "train.steps / 10",
-    "offload.nvme_path": "the run folder",
-}
 
 
 def _composed_schema() -> DictConfig:
@@ -156,34 +121,27 @@ def to_config(
     except OmegaConfBaseException as error:
         raise refusal(error, overrides=overrides) from None
     config.own, config.user = own, user
-    given = _given(config, overrides=overrides, options=options)
+    config.given = _given(config, overrides=overrides, options=options)
     chooses_data = "data" in map(named_by, overrides)
     if config.data.path is not None and config.data.name is DataName.stdlib and not chooses_data:
         config.data.name = DataName.files  # a path is enough to choose files
-    choose_rollouts(config, given=given, machine=machine)
-    null_unused_defaults(config, given=given, machine=machine)
+    choose_rollouts(config, machine=machine)
+    null_unused_defaults(config, machine=machine)
     if (
         not is_own(config, section="model")
         and config.task.name not in ANSWERING
-        and (faults := follow_tokenizer(config, given=given))
+        and (faults := follow_tokenizer(config))
     ):
         raise ConfigError(faults)
     if faults := [*_option_faults(config, options=options, machine=machine)]:
         raise ConfigError(faults)
-    take_rate(config, given=given)
-    choose_engine(config, given=given, machine=machine)
-    take_reference(config, given=given)
-    take_metric(config)
-    take_evaluations(config, given=given)
-    if faults := [
-        *take_evaluated(config, given=given),
-        *take_generation(config, given=given),
-        *take_lengths(config, given=given),
-    ]:
+    derive_choices(config)
+    choose_engine(config, machine=machine)
+    if faults := [*take_evaluated(config), *take_generation(config), *take_lengths(config)]:
         raise ConfigError(faults)
-    check(config, given=given, machine=machine)
-    _settle(config, machine=machine)
-    if faults := [*round_faults(config, given=given)]:
+    check(config, machine=machine)
+    settle(config, machine=machine)
+    if faults := [*round_faults(config)]:
         raise ConfigError(faults)
     return config
 
@@ -239,98 +197,3 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
         if value is not None and key not in interpolated and value != usual.get(key)
     }
     return frozenset(named | changed) - {"output_dir"}
-
-
-def _settle(config: Config, *, machine: Machine) -> None:
-    """Sets open keys to values with their reasons, and keys without effect to None."""
-    left_open = [key for key in _SETTLED if read(config, key=key) is None]
-    settle_parameter_tier(config)
-    null_inactive_keys(config, machine=machine)
-    _settle_launch(config, machine=machine)
-    settle_batch(config, recorded=_continued(config))
-    _settle_paths(config)
-    config.train.z_loss = config.train.z_loss or None
-    config.ema.decay = config.ema.decay or None
-    config.train.evaluate = None if config.train.evaluate == Evaluated.weights else config.train.evaluate
-    scheduler, steps = config.scheduler, config.train.steps
-    if scheduler.name not in (SchedulerName.one_cycle, SchedulerName.range_test):
-        scheduler.warmup_steps = steps // 20 if scheduler.warmup_steps is None else scheduler.warmup_steps
-    if scheduler.name is SchedulerName.wsd:
-        scheduler.decay_steps = wsd_steps(scheduler.decay_steps, end=scheduler.total_steps or steps)
-    if scheduler.name is SchedulerName.one_cycle:
-        scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
-    if scheduler.name is SchedulerName.range_test:
-        scheduler.step_size = scheduler.step_size or max(1, steps // 10)
-    null_inactive_keys(config, machine=machine)  # a settled value may make another key ineffective
-    config.reasons |= {key: _SETTLED[key] for key in left_open}
-
-
-def _continued(config: Config) -> Config | None:
-    """Returns the run whose global batch this one keeps. Raises ConfigError if `train.accumulation_steps` would change it."""
-    checkpoint = config.checkpoint
-    if checkpoint.resume is None:
-        return None
-    if checkpoint.resume == AUTO:
-        record = record_of(config.output_dir)
-        return load(record) if record else None
-    record, steps = run_record(checkpoint.resume), config.train.accumulation_steps
-    if record is None or (checkpoint.allow_changes and steps is not None):
-        return None
-    recorded = load(record)
-    batch, replicas = recorded.train.global_batch_size, replicas_of(config.topology, ranks=config.launch.ranks)
-    if batch is not None and steps is not None:
-        needed = forwards_of(batch, replicas=replicas, size=config.train.micro_batch_size)
-        if needed != steps:
-            raise ConfigError(
-                [
-                    f"train.accumulation_steps={steps}: the run of checkpoint.resume takes train.global_batch_size={batch} sequences per step, "
-                    f"which is train.accumulation_steps={needed} here; leave it out, or use checkpoint.allow_changes=true"
-                ]
-            )
-    return recorded
-
-
-def _settle_launch(config: Config, *, machine: Machine) -> None:
-    launch = config.launch
-    device = device_of(config, machine=machine)
-    launch.device = type(launch.device)(device)
-    launch.ranks = settled_ranks(config, machine=machine)
-    config.topology.data = replicas_of(config.topology, ranks=launch.ranks)
-    if launch.threads is None:
-        # torchrun always sets OMP_NUM_THREADS=1, so it is not the user's choice there.
-        wanted = "" if machine.started_ranks else os.environ.get("OMP_NUM_THREADS", "")
-        fair = max(1, machine.cores // (machine.started_here or launch.ranks))
-        launch.threads = int(wanted) if wanted.isdecimal() and wanted.isascii() and int(wanted) else fair
-    if device == "cuda" and config.offload.optimizer != "none" and config.offload.pin_memory is None:
-        config.offload.pin_memory = True
-
-
-def _settle_paths(config: Config) -> None:
-    for name in path_keys():
-        if (value := read(config, key=name)) is not None:
-            takes_several = leaf_types()[name] is Any
-            absolute = [_absolute(path) for path in as_paths(value)] if takes_several else _absolute(value)
-            write(config, key=name, value=absolute)
-    if isinstance(adapters := config.inference.adapters, dict):
-        config.inference.adapters = {name: _absolute(str(path)) for name, path in adapters.items()}
-    config.offload.nvme_path = _nvme_path(config)
-    if config.data.tokenizer not in (None, BYTES, TRAIN):
-        config.data.tokenizer = _absolute(config.data.tokenizer)
-    settle_rewards(config)
-    settle_environment(config)
-    if config.checkpoint.resume not in (None, AUTO):
-        config.checkpoint.resume = _absolute(config.checkpoint.resume)
-
-
-def _nvme_path(config: Config) -> str | None:
-    path, offload = config.offload.nvme_path, config.offload
-    if path is not None:
-        return _absolute(path)
-    if infers(config):
-        return None  # packed weights are deleted after the run, unless the user names a folder
-    is_used = "nvme" in (offload.optimizer, offload.parameters) or others_offload(config, tier=Tier.nvme)
-    return os.path.join(config.output_dir, "nvme") if is_used else None
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

@@ -1,32 +1,38 @@
-"""Determines which keys have an effect in a run.
+"""What follows from the declarations of keys: ranges, contradictions, and which keys have an effect in a run.
 
 A key without effect is an error if the user set it, and becomes None if it is a default or comes from an option file, so that the
 recorded configuration lists only effective keys. A key with an effect needs a value, unless it is optional.
 """
 
+from collections.abc import Iterator
+
 from ztk.config.keys import read, run_keys, write
 from ztk.config.own import is_own_key
 from ztk.core.policies.config import Config
-from ztk.core.policies.key import without_effect
+from ztk.core.policies.key import without_effect, written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.offload import ParameterTier
+from ztk.core.policies.ranges import shown
 
 
-def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) -> list[str]:
-    """Returns one line per key in `given` without effect, and per group of keys that lack a required value."""
-    faults = []
+def declared_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Yields one line per value out of its range, per given key without effect, per group of keys that lack a value, and per contradiction."""
     missing: dict[str, list[str]] = {}
     for name, key in run_keys().items():
-        if key.acts is None or is_own_key(config, key=name):
+        if is_own_key(config, key=name):
             continue
         value = read(config, key=name)
-        if key.acts.test(config, machine):
-            if value is None and not key.optional:
+        if value is not None and key.range is not None and (reason := key.range.fault(value)):
+            yield f"{name}={shown(written(value))}: {reason}"
+        if key.acts is None or key.acts.test(config, machine):
+            if value is not None and key.contradicts is not None:
+                yield from key.contradicts(config)
+            elif value is None and key.acts is not None and not key.optional:
                 missing.setdefault(key.acts.words, []).append(name)
-        elif name in given and value is not None and value != key.idle:
-            faults.append(without_effect(name, value=value, acts=key.acts))
-    faults += [f"{', '.join(names)} must have a value: choose {words}" for words, names in missing.items()]
-    return faults
+        elif name in config.given and value is not None and value != key.idle:
+            yield without_effect(name, value=value, acts=key.acts)
+    for words, names in missing.items():
+        yield f"{', '.join(names)} must have a value: choose {words}"
 
 
 def null_inactive_keys(config: Config, *, machine: Machine) -> None:
@@ -36,10 +42,10 @@ def null_inactive_keys(config: Config, *, machine: Machine) -> None:
             write(config, key=name, value=None)
 
 
-def null_unused_defaults(config: Config, *, given: frozenset[str], machine: Machine) -> None:
+def null_unused_defaults(config: Config, *, machine: Machine) -> None:
     """Sets ineffective keys to None unless the user set them, so that no rule checks an unused default."""
     for name, key in run_keys().items():
-        if name not in given and key.default is not None and key.acts and not key.acts.test(config, machine):
+        if name not in config.given and key.default is not None and key.acts and not key.acts.test(config, machine):
             write(config, key=name, value=None)
 
 

@@ -30,7 +30,7 @@ _KEYS = ("precision", "precision.dtype")
 _NO_GRADIENTS = ("zero.quantized_gradients", "topology.max_local_gradients", "offload.optimizer")
 
 
-def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) -> None:
+def choose_engine(config: Config, *, machine: Machine) -> None:
     """Settles `eval.engine`, unless the user set it.
 
     The training engine is used if the user chose a stage, a precision, or a layout that the inference engine does not support.
@@ -39,12 +39,12 @@ def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) ->
         return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
     needs = cut_degrees(config.topology).keys() - {"tensor"}
-    chosen = any(key.partition(".")[0] in ("zero", "precision") for key in given)
+    chosen = any(key.partition(".")[0] in ("zero", "precision") for key in config.given)
     more = ranks > max(1, config.topology.tensor) or (config.topology.data or 1) > 1
     config.eval.engine = EvalEngine.training if needs or chosen or more else EvalEngine.inference
 
 
-def take_evaluated(config: Config, *, given: frozenset[str]) -> list[str]:
+def take_evaluated(config: Config) -> list[str]:
     """Sets `model` to the model of `inference.model`, so that the layout rules apply to it, if the training engine evaluates.
 
     The precision becomes fp32, unless the user chose one. Returns one line per fault.
@@ -58,7 +58,7 @@ def take_evaluated(config: Config, *, given: frozenset[str]) -> list[str]:
         config.model = _model_of(folder, usual=config.model)
     except (ImportError, ValueError) as error:
         return [str(error)]
-    if not any(key == "precision" or key.startswith("precision.") for key in given):
+    if not any(key == "precision" or key.startswith("precision.") for key in config.given):
         config.precision = PrecisionConfig(dtype=DType.fp32, loss_scale=LossScaleConfig())
     config.data.name, config.data.tokenizer = (
         DataName.synthetic,
@@ -90,9 +90,9 @@ def is_of_training(key: str) -> bool:
     return key in _KEYS or key.partition(".")[0] in _SECTIONS
 
 
-def evaluating_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
+def evaluating_faults(config: Config) -> Iterator[str]:
     """Yields one line, with its fix, per choice without effect on a forward-only model."""
-    for key in sorted(given.intersection(_NO_GRADIENTS)):
+    for key in sorted(config.given.intersection(_NO_GRADIENTS)):
         yield f"{key}={written(read(config, key=key))} has no effect with task=eval, which computes no gradient: leave it out"
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value} is there to compare training with; use zero=stage0 to stage3"
@@ -109,7 +109,7 @@ def evaluating_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]
             f"sharded; use zero=stage3, or offload=none"
         )
     schedule = config.topology.schedule
-    if "topology.schedule" in given and schedule is not PipelineSchedule("interleaved"):
+    if "topology.schedule" in config.given and schedule is not PipelineSchedule("interleaved"):
         yield f"topology.schedule={written(schedule)} orders backwards, and task=eval has none: leave it out"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ztk.config.derived import derive
+from ztk.config.keys import derive
 from ztk.core.policies.config import Config
 from ztk.core.policies.records import run_folder
 
@@ -48,11 +48,8 @@ _NEUTRAL = {
 _USUAL_LENGTHS = (None, 20)  # values of max_length without effect; 20 is the default of transformers
 
 
-def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Sets `sampling.*` of `task=generate` and `task=serve` from the file, unless the user set them. Returns one line per fault.
-
-    given: the keys that the user set.
-    """
+def take_generation(config: Config) -> list[str]:
+    """Sets `sampling.*` of `task=generate` and `task=serve` from the file, unless the user set them. Returns one line per fault."""
     inference = config.inference
     if config.task.name not in ("generate", "serve") or inference.model is None:
         return []
@@ -64,9 +61,9 @@ def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     values = _sampling(found)
-    open_values = {name: value for name, value in values.items() if f"sampling.{name}" not in given}
-    drawn = given_temperature(config, values=values, given=given) != 0
-    if faults := [*_undone(found, file=file, is_drawn=drawn)]:
+    open_values = {name: value for name, value in values.items() if f"sampling.{name}" not in config.given}
+    is_drawn = open_values.get("temperature", config.sampling.temperature) != 0
+    if faults := [*_undone(found, file=file, is_drawn=is_drawn)]:
         return faults
     for name, value in open_values.items():
         derive(config, key=f"sampling.{name}", value=value, reason=f"from {file}")
@@ -79,13 +76,6 @@ def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
             "inference.max_model_len=N"
         )
     return []
-
-
-def given_temperature(config: Config, *, values: Mapping[str, Any], given: frozenset[str]) -> float | None:
-    """Returns `sampling.temperature` from the user, else from the file, else from the option file."""
-    if "sampling.temperature" in given:
-        return config.sampling.temperature
-    return values.get("temperature", config.sampling.temperature)
 
 
 def generation_file(path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Dotted names: all keys of the schema with their types, and access to a value by its name."""
+"""Dotted names: all keys of the schema with their types, and access to a value by its name. Derived values have a reason."""
 
 import functools
 import types
@@ -111,6 +111,20 @@ def write(config: Config, *, key: str, value: Any) -> None:
     for section in sections:
         owner = getattr(owner, section)
     setattr(owner, name, value)
+
+
+def derive(config: Config, *, key: str, value: Any, reason: str) -> None:
+    """Sets a key unless the user set it, and stores the reason, a single line."""
+    if key not in config.given:
+        write(config, key=key, value=value)
+        config.reasons[key] = reason
+
+
+def fill(config: Config, *, key: str, value: Any, reason: str) -> None:
+    """Sets a key that has no value, and stores the reason, a single line."""
+    if read(config, key=key) is None:
+        write(config, key=key, value=value)
+        config.reasons[key] = reason
 
 
 def named_by(word: str) -> str:

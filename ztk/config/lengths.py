@@ -5,9 +5,9 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ztk.config.derived import derive
 from ztk.config.encoding import encoding_of
 from ztk.config.evaluating import multiple_of
+from ztk.config.keys import derive
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
 from ztk.core.policies.runs import (
@@ -31,27 +31,25 @@ ANSWER = 256  # tokens of a pretrained model's answer, TRL's max_completion_leng
 KEY = "data.seq_len"
 
 
-def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
+def take_lengths(config: Config) -> list[str]:
     """Sets `data.seq_len`, and `rollout.max_tokens` for rollouts of a pretrained model, unless the user set them.
 
     Returns one line per fault.
-
-    given: the keys that the user set.
     """
     if config.data.path is None or is_own(config, section="data"):
         return []
     if faults := list(field_faults(config)):
         return faults
-    if "warm_start.steps" not in given and config.warm_start.steps:
+    if config.warm_start.steps:
         reason = "its examples are of rollout.task alone, and data.path has others"
         derive(config, key="warm_start.steps", value=0, reason=reason)
     if distills_draws(config):
-        _take_answers(config, given=given)
+        _take_answers(config)
     try:
-        if config.task.name in ALIGNING and KEY not in given:
+        if config.task.name in ALIGNING and KEY not in config.given:
             return _take_from_records(config)
         if draws(config):
-            return _take_from_prompts(config, given=given)
+            return _take_from_prompts(config)
     except ValueError as error:
         return str(error).splitlines()
     return []
@@ -158,20 +156,20 @@ def _take_from_records(config: Config) -> list[str]:
     ]
 
 
-def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
+def _take_from_prompts(config: Config) -> list[str]:
     if config.data.name is not DataName.prompts:
         return []  # reported by the rules
-    _take_answers(config, given=given)
-    if KEY in given:
+    _take_answers(config)
+    if KEY in config.given:
         return []
     longest = max(len(prompt.tokens) for prompt in prompts_of(config)) + (config.rollout.max_tokens or 0)
     _derive(config, longest=min(longest, config.model.max_seq_len), kind="prompt with rollout.max_tokens")
     return []
 
 
-def _take_answers(config: Config, *, given: frozenset[str]) -> None:
+def _take_answers(config: Config) -> None:
     """`rollout.max_tokens` of a pretrained model."""
-    if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
+    if is_hugging_face(config.model):
         value = min(ANSWER, config.model.max_seq_len // 2)
         derive(config, key="rollout.max_tokens", value=value, reason="TRL's max_completion_length")
 

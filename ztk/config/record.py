@@ -2,17 +2,17 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.derived import explained
 from ztk.config.errors import ConfigError
 from ztk.config.keys import no_values, run_keys
 from ztk.config.own import USER, nameless, nodes_of, take_objects, take_user, written_user
@@ -59,6 +59,34 @@ def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
     if acting_alone:
         text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
     return explained(text, reasons=config.reasons)
+
+
+def explained(text: str, *, reasons: Mapping[str, str]) -> str:
+    """Returns a YAML configuration with the reasons as comments. reasons: by dotted key."""
+    lines, path = [], []
+    for line in text.splitlines():
+        name, is_key, _ = line.partition(":")
+        depth = (len(name) - len(name.lstrip())) // 2
+        reason = None
+        if is_key and depth <= len(path):
+            path[depth:] = [name.strip()]
+            reason = None if line.endswith(": null") else reasons.get(".".join(path))
+        if reason is None:
+            lines.append(line)
+        elif _is_whole(line):
+            lines.append(f"{line}  # {reason}")
+        else:  # the value continues on the next line
+            lines += [f"{'  ' * depth}# {reason}", line]
+    return "\n".join(lines) + "\n"
+
+
+def _is_whole(line: str) -> bool:
+    """Returns whether a line contains the full value of its key."""
+    _, _, value = line.partition(":")
+    try:
+        return value.strip() not in ("", "|", "|-", ">", ">-") and yaml.safe_load(value) is not None
+    except yaml.YAMLError:
+        return False
 
 
 def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.derived import derive
 from ztk.config.environments import environment_faults
 from ztk.config.hugging_face import dropouts_of, family_of
+from ztk.config.keys import derive
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import (
@@ -33,31 +33,29 @@ from ztk.core.policies.topology import PipelineSchedule
 from ztk.core.policies.zero import ZeroEngine
 
 
-def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) -> None:
+def choose_rollouts(config: Config, *, machine: Machine) -> None:
     """Sets `rollout.engine` and `rollout.identity`, unless the user set them.
 
-    The inference engine generates if it computes the model, and exactly if its bits are the trainer's. given: the keys that the user set.
+    The inference engine generates if it computes the model, and exactly if its bits are the trainer's.
     """
     if not (draws(config) or distills_draws(config)):
         return
-    if "rollout.engine" not in given:
-        reason = _needs_trainer(config, given=given, machine=machine)
-        engine = RolloutEngineName.generator if reason is None else RolloutEngineName.trainer
-        derive(config, key="rollout.engine", value=engine, reason=reason or "it keeps keys and values")
-    if draws(config) and "rollout.identity" not in given and (inexact := [*_inexact(config, machine=machine)]):
-        reason = inexact[0].reason
-        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
+    reason = _needs_trainer(config, machine=machine)
+    engine = RolloutEngineName.generator if reason is None else RolloutEngineName.trainer
+    derive(config, key="rollout.engine", value=engine, reason=reason or "it keeps keys and values")
+    if draws(config) and (inexact := [*_inexact(config, machine=machine)]):
+        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=inexact[0].reason)
 
 
-def _needs_trainer(config: Config, *, given: frozenset[str], machine: Machine) -> str | None:
+def _needs_trainer(config: Config, *, machine: Machine) -> str | None:
     """Returns why the trainer's forward has to draw, or None if the inference engine can."""
     rollout = config.rollout
     if rollout.ahead:
         return None
-    is_exact = "rollout.identity" in given and rollout.identity is RolloutIdentity.exact
+    is_exact = "rollout.identity" in config.given and rollout.identity is RolloutIdentity.exact
     if is_exact and any(one.is_generators for one in _inexact(config, machine=machine, generates=True)):
         return "rollout.identity=exact needs the trainer's forward here"
-    if "rollout.weights" in given and rollout.weights is not None:
+    if "rollout.weights" in config.given and rollout.weights is not None:
         return f"rollout.weights={rollout.weights.value} is for its forward"
     if is_cut(config.topology):
         return "every rank has a part of the weights, and the inference engine reads its own"

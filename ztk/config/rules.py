@@ -1,6 +1,6 @@
-"""Rules between keys. Every rule yields one line per fault, and every line names the override that fixes it.
+"""Rules between groups. Every rule yields one line per fault, and every line names the override that fixes it.
 
-Rules of a single policy are in `ztk.core.policies`; the rules between policies are in this file.
+Rules of a single key are in its declaration.
 """
 
 import glob
@@ -15,13 +15,11 @@ from ztk.config.adapters import lora_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO, checkpoint_fault
-from ztk.config.derived import derive
-from ztk.config.effects import effect_faults
+from ztk.config.effects import declared_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
 from ztk.config.kernels import kernel_faults
-from ztk.config.keys import read, run_keys
-from ztk.config.own import is_own_key, own_faults
+from ztk.config.own import own_faults
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.text_rules import text_faults
@@ -30,15 +28,14 @@ from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
-from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
-from ztk.core.policies.ranges import shown
 from ztk.core.policies.runs import (
     TEXT,
     data_paths,
     device_of,
     has_tokenizer,
+    holds_nothing_out,
     is_hugging_face,
     offloads,
     others_offload,
@@ -50,36 +47,12 @@ from ztk.core.policies.train import KernelBackend
 from ztk.core.policies.zero import ZeroEngine
 
 
-def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Raises ConfigError with all faults of `config`.
-
-    given: the keys that the user set, apart from chosen options. It is a fault if one of them has no effect.
-    """
-    faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
-    faults += topology_faults(config, given=given, machine=machine)
-    faults += answering_faults(config, given=given, machine=machine)
-    faults += own_faults(config)
-    faults += _contradictions(config, machine)
+def check(config: Config, *, machine: Machine) -> None:
+    """Raises ConfigError with all faults of `config`."""
+    faults = [*declared_faults(config, machine=machine), *own_faults(config)]
     faults += [fault for rule in _RULES for fault in rule(config, machine=machine)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
-
-
-def _range_faults(config: Config) -> Iterator[str]:
-    for name, key in run_keys().items():
-        if key.range is None or is_own_key(config, key=name):
-            continue
-        value = read(config, key=name)
-        if value is not None and (reason := key.range.fault(value)):
-            yield f"{name}={shown(written(value))}: {reason}"
-
-
-def _contradictions(config: Config, machine: Machine) -> Iterator[str]:
-    for name, key in run_keys().items():
-        if key.contradicts is None or is_own_key(config, key=name) or read(config, key=name) is None:
-            continue
-        if key.acts is None or key.acts.test(config, machine):
-            yield from key.contradicts(config)
 
 
 def _task(config: Config, machine: Machine) -> Iterator[str]:
@@ -230,23 +203,11 @@ def _runs_to_start_from(config: Config) -> Iterator[str]:
             yield from checkpoint_fault(path, key=key)
 
 
-def take_evaluations(config: Config, *, given: frozenset[str]) -> None:
-    """Ends regular evaluations of a run that holds nothing out, unless the user set their number or another key that needs them."""
-    needs = {"train.eval_every", "train.until_loss", "train.patience"}
-    if _holds_nothing_out(config) and config.train.eval_every and not needs & given:
-        derive(config, key="train.eval_every", value=0, reason="data.validation_fraction=0")
-
-
-def _holds_nothing_out(config: Config) -> bool:
-    is_read = config.data.name in TEXT or config.data.path is not None
-    return is_read and config.data.validation_fraction == 0
-
-
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
-    if _holds_nothing_out(config) and config.data.name in TEXT and not reads_documents(config):
+    if holds_nothing_out(config) and config.data.name in TEXT and not reads_documents(config):
         yield "data.validation_fraction=0: text that is read as bytes needs a held-out part; use data.validation_fraction=0.05"
-    elif _holds_nothing_out(config) and train.eval_every:
+    elif holds_nothing_out(config) and train.eval_every:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
@@ -307,6 +268,8 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
 
 
 _RULES = (
+    topology_faults,
+    answering_faults,
     _task,
     _zero_and_offload,
     _nvme,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.batch import AUTO
-from ztk.config.derived import derive
+from ztk.config.keys import derive
 from ztk.config.other_models import is_text_model
 from ztk.config.text import have_same_tokenizer, open_tokenizer, tokenizer_of_run
 from ztk.core.policies.config import Config
@@ -23,26 +23,24 @@ _SLOW = (
 )  # files of tokenizers without tokenizer.json
 
 
-def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
+def follow_tokenizer(config: Config) -> list[str]:
     """Sets `data.tokenizer` to a pretrained model's tokenizer, and `model.vocab_size` to the tokenizer's size.
 
     Returns one line per fault.
 
     A vocabulary size that the user set, or that belongs to a transformers model, is kept.
-
-    given: the keys that the user set.
     """
     data, model = config.data, config.model
     if not (data.name in TEXT or _reads_records(config)):
         return []
-    faults = _take_tokenizer(config, given=given)
+    faults = _take_tokenizer(config)
     if faults or not has_tokenizer(config):
         return faults
     try:
         size = _vocabulary(config)
     except ValueError as error:
         return [str(error)]
-    if not is_hugging_face(model) and "model.vocab_size" not in given:
+    if not is_hugging_face(model) and "model.vocab_size" not in config.given:
         model.vocab_size = size
     return [] if size <= model.vocab_size else [_too_many(config, size=size)]
 
@@ -55,14 +53,14 @@ def _too_many(config: Config, *, size: int) -> str:
     return f"model.vocab_size={model.vocab_size}: data.tokenizer={data.tokenizer} has {size} tokens; leave model.vocab_size out, or use {fix}"
 
 
-def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
+def _take_tokenizer(config: Config) -> list[str]:
     """Sets `data.tokenizer` to the tokenizer of pretrained weights, which are useless with bytes. Returns one line per fault."""
     model = config.model
     if not is_hugging_face(model) or model.init is not ModelInit.pretrained or has_tokenizer(config):
         return []
     folder = Path(model.path or "").expanduser()
     if (folder / "tokenizer.json").is_file():
-        if "data.tokenizer" in given:
+        if "data.tokenizer" in config.given:
             return [
                 f"data.tokenizer=bytes: {model.path} was trained in the tokens of its tokenizer.json, not in bytes: leave data.tokenizer out"
             ]

@@ -49,7 +49,7 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
     return machine.started_ranks or config.launch.ranks or named or everything or RANKS_WITHOUT_GPU
 
 
-def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
+def topology_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """Yields one line per fault, with its fix."""
     topology = config.topology
     if infers(config):
@@ -57,12 +57,12 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # reported by the ranges
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
-        named = sorted(given & {f"topology.{name}" for name in DEGREES})
+        named = sorted(config.given & {f"topology.{name}" for name in DEGREES})
         yield (
             f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use "
             f"topology=dp{' and leave out ' + ', '.join(named) if named else ''}, or zero=stage0 to stage3"
         )
-    yield from _rank_faults(config, given=given, machine=machine)
+    yield from _rank_faults(config, machine=machine)
     yield from _model_faults(config)
     yield from _layout_faults(config, machine=machine)
     yield from _expert_faults(config)
@@ -96,10 +96,10 @@ def padded_expert_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
+def _rank_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     topology, ranks = config.topology, machine.started_ranks or config.launch.ranks
     named = ranks_of(topology)
-    if ranks and "topology.data" in given and topology.data and ranks != named:
+    if ranks and "topology.data" in config.given and topology.data and ranks != named:
         yield (
             f"topology.data={topology.data} makes {named} ranks and there are {ranks}: use launch.ranks={named}, or leave out "
             "topology.data"

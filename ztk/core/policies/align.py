@@ -19,6 +19,9 @@ class DpoLossName(StrEnum):
     kto = "kto"
 
 
+WITHOUT_REFERENCE = (DpoLossName.simpo, DpoLossName.orpo)
+
+
 class DpoReferenceName(StrEnum):
     """dpo.reference: the model that the policy is compared with."""
 

@@ -37,8 +37,8 @@ from ztk.core.policies.zero import ZeroConfig
 @dataclass(kw_only=True)
 class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
-    own: section -> the node of a user's object, see `ztk.config.own`. reasons: explanations of derived values, by key.
-    notes: lines that the command prints before the run starts.
+    own: section -> the node of a user's object, see `ztk.config.own`. given: the keys that the user set, and the groups whose option the
+    command line chooses. reasons: explanations of derived values, by key. notes: lines that the command prints before the run starts.
     """
 
     task: TaskConfig
@@ -80,5 +80,6 @@ class Config:
     output_dir: str
 
     def __post_init__(self) -> None:
+        self.given: frozenset[str] = frozenset()
         self.reasons: dict[str, str] = {}
         self.notes: list[str] = []

@@ -106,6 +106,12 @@ def holds_out(config: "Config") -> bool:
     return config.data.name in TEXT or is_own(config, section="data")
 
 
+def holds_nothing_out(config: "Config") -> bool:
+    """Whether a run that could hold data out for evaluation does not."""
+    is_read = config.data.name in TEXT or config.data.path is not None
+    return is_read and config.data.validation_fraction == 0
+
+
 def reads_records(config: "Config") -> bool:
     """Whether examples are chats or preferences."""
     return config.data.name in RECORDS
