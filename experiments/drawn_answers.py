@@ -11,7 +11,7 @@ from experiments.prompts import STOP, with_other_ends
 from experiments.rollout_run import open_drawer, open_weights, rollout_policy
 from experiments.streams import share_of
 from ztk.config import Config
-from ztk.config.encoding import encoding_of
+from ztk.config.text import encoding_of
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
 from ztk.rl.align import Sequences, last_answer

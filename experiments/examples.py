@@ -13,7 +13,7 @@ from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
-from ztk.config.encoding import encoding_of
+from ztk.config.text import encoding_of
 from ztk.core.policies.runs import ANSWER_TASKS, is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer

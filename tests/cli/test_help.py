@@ -9,7 +9,7 @@ import pytest
 from ztk.cli.help import requested_help
 from ztk.config import ConfigError, build_reference, conf_dir
 from ztk.config.arguments import options_of
-from ztk.config.keys import line_types
+from ztk.config.keys import line_keys
 
 CHECKOUT = Path(__file__).parents[2]
 REFERENCE = build_reference([conf_dir()])
@@ -24,7 +24,7 @@ def test_every_group_option_and_key_has_a_meaning():
     options = options_of([conf_dir()])
     assert {group: sorted(found.options) for group, found in REFERENCE.items() if found.options} == options
     keys = [key for group in REFERENCE.values() for key in group.keys]
-    assert sorted(key.name for key in keys) == sorted(set(line_types()) - {"output_dir"})
+    assert sorted(key.name for key in keys) == sorted(line_keys())
     unsaid = [key.name for key in keys if not (key.meaning and key.takes and key.default)]
     unsaid += [
         f"{name}={option}" for name, group in REFERENCE.items() for option in group.options if not group.options[option]

@@ -10,7 +10,7 @@ import pytest
 
 from ztk.config import Config, ConfigError, Machine, compose, conf_dir, from_yaml, to_yaml
 from ztk.config.arguments import options_of
-from ztk.config.keys import leaf_types
+from ztk.config.keys import run_keys
 
 CPU = Machine(gpus=0, cores=2)
 GPU = Machine(gpus=4, cores=16)
@@ -412,5 +412,5 @@ def test_phases_of_the_learning_rate_follow_the_length_of_the_run():
 
 def test_every_key_of_the_schema_is_settable_by_its_name():
     assert {"train.steps", "optimizer.clip_grad_norm", "checkpoint.resume", "data.path", "launch.ranks"} <= set(
-        leaf_types()
+        run_keys()
     )

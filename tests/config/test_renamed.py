@@ -3,7 +3,7 @@
 import pytest
 
 from ztk.config import ConfigError, Machine, compose, from_yaml, rename_keys, to_yaml
-from ztk.config.keys import leaf_types, read
+from ztk.config.keys import read, run_keys
 from ztk.config.renamed import renamed
 
 RENAMED = renamed()
@@ -16,8 +16,8 @@ USES = {
 
 
 def test_every_renamed_key_is_tested_and_its_new_name_exists():
-    assert set(USES) == set(RENAMED) and set(RENAMED.values()) <= set(leaf_types())
-    assert not set(RENAMED) & set(leaf_types())
+    assert set(USES) == set(RENAMED) and set(RENAMED.values()) <= set(run_keys())
+    assert not set(RENAMED) & set(run_keys())
 
 
 @pytest.mark.parametrize("old", RENAMED)

@@ -1,15 +1,15 @@
 """Configuration with Hydra: a typed schema, rules between its groups, and composition. Does not import torch."""
 
-from ztk.config.arguments import check_doubled, extra_folders, parse_arguments, split_flags
+from ztk.config.arguments import check_doubled, conf_dir, extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
-from ztk.config.compose import SWEEPER, compose, conf_dir, to_config
+from ztk.config.compose import SWEEPER, compose, to_config
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
-from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate
+from ztk.config.planning import hardware_values
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, holds_int, holds_number, line_types, named_by, section_of
+from ztk.config.keys import expected, holds_int, holds_number, line_keys, named_by, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET, USER
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.policies.suggest import did_you_mean
@@ -27,6 +27,11 @@ _REPLACED = (
     "optimizer",
     "scheduler",
 )  # an object of the user's replaces the option that config.yaml chooses
+OVERLAYS = (
+    "algorithm",
+    "task",
+    "weights",
+)  # groups whose options set keys of other groups, in the order of conf/config.yaml
 _OVERLAY_MARK = "# @package _global_"  # marks an option file that sets keys of several groups
 # Hydra's flags that take a value.
 _WITH_VALUE = {
@@ -59,6 +64,19 @@ def extra_folders(flags: list[str]) -> list[str]:
     """Returns the folders of `--config-dir`."""
     found = [value for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd")]
     return found + [flag.partition("=")[2] for flag in flags if flag.startswith("--config-dir=")]
+
+
+def conf_dir() -> str:
+    """Returns the folder of the option files: next to `ztk/` in a checkout, inside it when installed.
+
+    Raises:
+        FileNotFoundError: it is in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor next to it: reinstall ztk")
 
 
 def options_of(folders: list[str]) -> dict[str, list[str]]:
@@ -135,7 +153,7 @@ def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
     """Raises ConfigError if a user's option file has the name of one of ztk's, which would hide it (identical files are fine), or if a
     group of the user's (`groups`) has the name of a section of keys."""
     ours, *others = map(Path, folders)
-    taken = groups & {name.partition(".")[0] for name in line_types()}
+    taken = groups & {"output_dir", *(name.partition(".")[0] for name in line_keys())}
     faults = [
         f"{group}: a section of ztk has the name of your group of options; rename its folder" for group in sorted(taken)
     ]
@@ -194,7 +212,7 @@ def _faults(override: str, *, options: dict[str, list[str]], own: frozenset[str]
 
 def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str]]) -> Iterator[str]:
     sign, key, value = match["sign"] or "", match["key"], match["value"]
-    known = line_types()
+    known = line_keys()
     if value is None and sign != "~":
         near = did_you_mean(_completed(override, options=options, keys=known))
         yield f"{override}: an option is written key=value{near}"
@@ -208,7 +226,7 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
         elif sign == "+":
             yield f"{override}: the key exists, write {key}={value}"
         else:
-            yield from _value_faults(key, value, hint=known[key])
+            yield from _value_faults(key, value, hint=known[key].hint)
     elif any(name.startswith(f"{key}.") for name in known):
         if sign or (value and value[0] not in "{$"):
             near = did_you_mean(near_keys(key, keys=known))
@@ -286,7 +304,8 @@ def _is_sweep(override: str) -> bool:
 
 def _whole_numbers(override: str) -> str:
     key, equals, value = override.partition("=")
-    if not holds_int(line_types().get(key.lstrip("+"))):
+    declared = line_keys().get(key.lstrip("+"))
+    if declared is None or not holds_int(declared.hint):
         return override
     return key + equals + ",".join(map(_whole_number, value.split(",")))
 

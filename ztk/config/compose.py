@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.arguments import declare_groups, parse_arguments, read_option
+from ztk.config.arguments import OVERLAYS, conf_dir, declare_groups, parse_arguments, read_option
 from ztk.config.batch import round_faults
 from ztk.config.derived import derive_choices, settle
 from ztk.config.ds_config import expand_ds_config
@@ -21,7 +21,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
-from ztk.config.keys import SWEEP, flatten, leaf_types, named_by, run_keys, section_of
+from ztk.config.keys import SWEEP, flatten, named_by, run_keys, section_of
 from ztk.config.lengths import take_lengths
 from ztk.config.own import OBJECTS, USER, take_user
 from ztk.config.planning import PLAN, take_measured
@@ -37,9 +37,6 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, draws, is_own, reports_mfu, times_kernels
 from ztk.core.policies.suggest import did_you_mean
-
-# Groups whose options set keys of other groups, in the order of conf/config.yaml.
-_OVERLAYS = ("algorithm.", "task.", "weights.")
 
 
 def _composed_schema() -> DictConfig:
@@ -60,19 +57,6 @@ SWEEPER = "hydra_plugins.ztk.JobSweeper"
 ConfigStore.instance().store(
     group="hydra/sweeper", name="ztk", node={"_target_": SWEEPER, "max_batch_size": None, "params": None}
 )
-
-
-def conf_dir() -> str:
-    """Returns the folder of the option files: next to `ztk/` in a checkout, inside it when installed.
-
-    Raises:
-        FileNotFoundError: it is in neither place.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "config.yaml").is_file():
-            return str(folder)
-    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor next to it: reinstall ztk")
 
 
 def compose(
@@ -160,7 +144,7 @@ def _option_faults(config: Config, *, options: Mapping[str, str | None], machine
 
 
 def _typed(choices: DictConfig) -> Config:
-    known = leaf_types()
+    known = [*run_keys(), "output_dir"]
     try:
         values = OmegaConf.to_container(choices, resolve=True)
         unknown = [
@@ -180,16 +164,16 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
 
     A key counts if it is on the command line, or if an experiment sets it to another value than the defaults and options.
     """
-    known = leaf_types()
+    known = run_keys()
     named = {key for key in map(named_by, overrides) if key in known or key in options}
     sources = [("", Path(conf_dir(), "config.yaml"))]
-    sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
-    sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
+    sources += [(group, Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
+    sources.sort(key=lambda source: OVERLAYS.index(source[0]) if source[0] in OVERLAYS else -1)
     usual = {name: key.default for name, key in run_keys().items()}
-    for prefix, path in sources:
-        if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
+    for group, path in sources:
+        if path.is_file() and not group.startswith(("hydra/", "experiment", "sweep")):
             is_overlay, values = read_option(path)
-            usual |= dict(flatten(values, prefix="" if is_overlay else prefix))
+            usual |= dict(flatten(values, prefix="" if is_overlay or not group else f"{group}."))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key

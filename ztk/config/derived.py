@@ -10,7 +10,7 @@ from ztk.config.batch import AUTO, forwards_of, settle_batch
 from ztk.config.effects import null_inactive_keys, settle_parameter_tier
 from ztk.config.environments import settle_environment
 from ztk.config.errors import ConfigError
-from ztk.config.keys import derive, fill, leaf_types, path_keys, read, write
+from ztk.config.keys import derive, fill, path_keys, read, run_keys, write
 from ztk.config.record import load
 from ztk.config.rewards import settle_rewards
 from ztk.config.topology import replicas_of, settled_ranks
@@ -186,7 +186,7 @@ def _continued(config: Config) -> Config | None:
 def _settle_paths(config: Config) -> None:
     for name in path_keys():
         if (value := read(config, key=name)) is not None:
-            takes_several = leaf_types()[name] is Any
+            takes_several = run_keys()[name].hint is Any
             absolute = [_absolute(path) for path in as_paths(value)] if takes_several else _absolute(value)
             write(config, key=name, value=absolute)
     if isinstance(adapters := config.inference.adapters, dict):

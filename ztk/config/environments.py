@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ztk.config.encoding import encoding_of
 from ztk.config.rewards import absolute_name, evaluation_config, first_prompt, name_faults
+from ztk.config.text import encoding_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.runs import draws
 

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from ztk.config.own import USER, nodes_of, written_user
@@ -40,17 +41,6 @@ def path_keys() -> tuple[str, ...]:
 def line_keys() -> dict[str, Key]:
     """Returns all keys that a command line may set: of a run and of a sweep."""
     return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")
-
-
-@functools.cache
-def leaf_types() -> dict[str, Any]:
-    """Returns `{"train.steps": int, ...}` for all values in a run's configuration."""
-    return {name: key.hint for name, key in run_keys().items()} | {"output_dir": str}
-
-
-def line_types() -> dict[str, Any]:
-    """Returns `leaf_types` with the keys of a sweep."""
-    return leaf_types() | {name: key.hint for name, key in line_keys().items()}
 
 
 def no_values() -> dict[str, Any]:
@@ -98,19 +88,13 @@ def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def read(config: Config, *, key: str) -> Any:
     """Returns the value of a key like "zero.stage"."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(key)(config)
 
 
 def write(config: Config, *, key: str, value: Any) -> None:
     """Sets a key like "zero.stage"."""
-    *sections, name = key.split(".")
-    owner: Any = config
-    for section in sections:
-        owner = getattr(owner, section)
-    setattr(owner, name, value)
+    section, _, name = key.rpartition(".")
+    setattr(read(config, key=section) if section else config, name, value)
 
 
 def derive(config: Config, *, key: str, value: Any, reason: str) -> None:

@@ -5,9 +5,9 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ztk.config.encoding import encoding_of
 from ztk.config.evaluating import multiple_of
 from ztk.config.keys import derive
+from ztk.config.text import encoding_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
 from ztk.core.policies.runs import (

@@ -1,16 +1,21 @@
-"""Rules of `task=plan`: command lines of pretraining runs that can be traced."""
+"""Rules of `task=plan`, which traces command lines of pretraining runs, and of the hardware in plans and floors."""
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig
 
+from ztk.config.arguments import conf_dir
 from ztk.config.topology import settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.peers import Peer
 from ztk.core.policies.plan import rank_faults, untraced
+from ztk.core.policies.runs import device_of, times_kernels
 from ztk.core.policies.zero import ZeroEngine
 
 PLAN = "plan"
@@ -82,3 +87,40 @@ def _hardware_faults(config: Config, machine: Machine) -> Iterator[str]:
                 f"launch.ranks={ranks}: hardware=here was measured with {hardware.ranks_per_node} ranks on one machine: run `{COMMAND} "
                 f"--ranks {ranks}`, or add hardware.network_latency=SECONDS hardware.network_bandwidth=BYTES_PER_SECOND"
             )
+
+
+def floor_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Yields faults of the hardware whose floors `kernels.log_every` compares with."""
+    hardware = config.hardware
+    if not times_kernels(config):
+        return
+    if hardware.name not in (None, HERE) and device_of(config, machine=machine) == "cpu":
+        yield (
+            f"hardware={hardware.name}: this run computes on the CPU, whose share of the floor would be another device's: use hardware=here, "
+            "or leave it out"
+        )
+    missing = [name for name in CEILINGS if getattr(hardware, name) is None]
+    if missing and (hardware.name is not None or len(missing) < len(CEILINGS)):
+        keys = " ".join(f"hardware.{name}=VALUE" for name in missing)
+        yield f"hardware.{missing[0]} has no value: choose hardware=h100 or another, or add {keys}"
+
+
+def hardware_values(name: str) -> dict[str, Any]:
+    """Returns keyword arguments of `ztk.Hardware` for the option `name` of the group hardware.
+
+    Raises:
+        ValueError: there is no such option, or hardware=here has not been measured.
+    """
+    if name == HERE:
+        return read_measured()
+    folder = Path(conf_dir(), "hardware")
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(
+            f"hardware={name}: must be one of {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        )
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    texts = ("name", "source")  # YAML parses 1e9 as text
+    return {
+        key: float(value) if isinstance(value, str) and key not in texts else value for key, value in values.items()
+    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ztk.config.arguments import options_of, own_groups, read_option
+from ztk.config.arguments import OVERLAYS, options_of, own_groups, read_option
 from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, flatten, line_keys, section_of
 from ztk.config.own import FREE
@@ -138,7 +138,7 @@ def _option_file(group: str, *, option: str, folders: Sequence[str]) -> Path:
 def _overlays(options: dict[str, list[str]], *, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns `task=grpo` -> the keys that this choice sets, for every option of the groups whose options set keys of others."""
     found = {}
-    for group in ("algorithm", "task", "weights"):
+    for group in OVERLAYS:
         for option in options.get(group, []):
             is_overlay, values = read_option(_option_file(group, option=option, folders=folders))
             if is_overlay:

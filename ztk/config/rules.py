@@ -18,9 +18,8 @@ from ztk.config.batch import AUTO, checkpoint_fault
 from ztk.config.effects import declared_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
-from ztk.config.kernels import kernel_faults
 from ztk.config.own import own_faults
-from ztk.config.planning import PLAN, planning_faults
+from ztk.config.planning import PLAN, floor_faults, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
@@ -279,7 +278,7 @@ _RULES = (
     _training,
     _optimizer,
     _launch,
-    kernel_faults,
+    floor_faults,
     rollout_faults,
     alignment_faults,
     text_faults,

@@ -8,8 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ztk.config.errors import ConfigError
-from ztk.config.hardware import hardware_values
 from ztk.config.keys import SWEEP, line_keys
+from ztk.config.planning import hardware_values
 from ztk.core.policies.sweep import RepeatWith, SweepConfig
 
 

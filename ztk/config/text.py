@@ -1,4 +1,4 @@
-"""`data=stdlib` and `data=files`: how a run reads text."""
+"""How a run reads text, and turns chats and prompts into tokens."""
 
 import os
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ztk.core.policies.config import Config
-from ztk.core.policies.data import OnError, Packing
+from ztk.core.policies.data import ChatTemplateName, OnError, Packing
 from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import BYTES, data_paths, has_tokenizer, reads_documents
 
 if TYPE_CHECKING:
     from ztk.data import ByteTokenizer, SubwordTokenizer, TextPolicy
+    from ztk.rl.align import Encoding
 
 
 def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
@@ -49,6 +50,17 @@ def open_tokenizer(config: Config) -> "ByteTokenizer | SubwordTokenizer":
     from ztk.data import ByteTokenizer, SubwordTokenizer  # imported late: torch takes a second
 
     return SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
+
+
+def encoding_of(config: Config) -> "Encoding":
+    """Returns the tokens of chats, preferences and prompts: of `data.tokenizer`, or bytes without one. Built-in prompts are bytes."""
+    from ztk.rl.align import Encoding  # imported late: torch takes a second
+
+    data = config.data
+    if data.path is not None and has_tokenizer(config):
+        by_template = data.chat_template is ChatTemplateName.tokenizer
+        return Encoding(tokenizer=open_tokenizer(config), by_template=by_template)
+    return Encoding() if data.stop is None else Encoding(stop=data.stop)
 
 
 def prepare_text(config: Config, *, show: Callable[[int, int, float], None]) -> None:

@@ -185,6 +185,23 @@ def _logged(config: "Config") -> Iterator[str]:
         )
 
 
+def _timed(config: "Config") -> Iterator[str]:
+    every, train, logger = config.kernels.log_every or 0, config.train, config.logger
+    if every <= 0 or not trains(config):
+        return
+    asked = f"kernels.log_every={every}"
+    if train.log_every > 0 and every % train.log_every:
+        fitting = -(-every // train.log_every) * train.log_every
+        yield f"{asked} is not a multiple of train.log_every={train.log_every}, which makes the rows: use kernels.log_every={fitting}"
+    elif logger.mode is not LoggerMode.disabled and logger.every and logger.every > 0 and every % logger.every:
+        fitting = -(-every // logger.every) * logger.every
+        yield f"{asked} is not a multiple of logger.every={logger.every}, which the logger gets: use kernels.log_every={fitting}"
+    if every > train.steps > 0:
+        yield f"{asked} is more than train.steps={train.steps}, so no step would be timed: use kernels.log_every={train.steps}"
+    if config.kernels.backend is KernelBackend.reference:
+        yield f"{asked} times ztk's operations and kernels=reference uses none: use kernels=auto, or kernels.log_every=0"
+
+
 def _elastic(config: "Config") -> Iterator[str]:
     launch = config.launch
     if launch.elastic and not config.checkpoint.every and config.task.name != "plan":
@@ -308,6 +325,7 @@ class KernelsConfig:
         range=COUNT_OR_ZERO,
         acts=When(_TRAINS.words, lambda config, machine: config.task.name not in ANSWERING),
         changes=Changes.nothing,
+        contradicts=_timed,
     )
 
 
