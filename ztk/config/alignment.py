@@ -7,11 +7,10 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
 from ztk.config.other_models import teacher_faults
-from ztk.config.rollout import generator_faults, warm_start_faults
+from ztk.config.rollout import generator_faults
 from ztk.config.topology import (
     critic_faults,
     cut_degrees,
-    padded_expert_faults,
     replicas_of,
     settled_ranks,
 )
@@ -22,7 +21,6 @@ from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
-from ztk.core.policies.zero import ZeroEngine
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -40,7 +38,6 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _record_faults(config)
     yield from _strategy_faults(config)
     yield from _loss_faults(config)
-    yield from warm_start_faults(config, machine=machine)
     if config.warm_start.steps and config.data.path is not None:
         yield (
             "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "
@@ -116,13 +113,8 @@ def _room_faults(prompts: list[int], *, config: Config) -> Iterator[str]:
 
 def _strategy_faults(config: Config) -> Iterator[str]:
     name = config.task.name
-    yield from padded_expert_faults(config)
     if config.model.experts is not None:
         yield from _router_faults(config)
-    if config.launch.elastic:
-        yield f"launch.elastic=true: task={name} does not go on with fewer ranks by itself; use launch.elastic=false"
-    if config.zero.engine is not ZeroEngine.ztk:
-        yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if name == "distill":
         for degree, value in cut_degrees(config.topology).items():
             yield (

@@ -22,7 +22,6 @@ from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import by_training
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
-from ztk.core.policies.zero import ZeroEngine
 
 USUAL_WINDOW = 2048  # most tokens per sequence if eval.seq_len is not set
 _SECTIONS = ("zero", "topology")
@@ -94,8 +93,6 @@ def evaluating_faults(config: Config) -> Iterator[str]:
     """Yields one line, with its fix, per choice without effect on a forward-only model."""
     for key in sorted(config.given.intersection(_NO_GRADIENTS)):
         yield f"{key}={written(read(config, key=key))} has no effect with task=eval, which computes no gradient: leave it out"
-    if config.zero.engine is not ZeroEngine.ztk:
-        yield f"zero={config.zero.engine.value} is there to compare training with; use zero=stage0 to stage3"
     weights = config.inference.weights
     if weights not in (None, WeightFormat.stored):
         yield (

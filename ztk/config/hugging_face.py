@@ -12,7 +12,6 @@ from ztk.core.policies.data import DataName, Packing
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.records import weight_files
 from ztk.core.policies.runs import HUGGING_FACE, is_hugging_face
-from ztk.core.policies.zero import ZeroEngine
 
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
 _MODELS = (("model", "path"), ("inference", "model"), ("inference", "draft_model"))
@@ -144,8 +143,6 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
         yield (
             f"model.path={model.path}: there are no safetensors files: save the model by save_pretrained, or use model.init=random"
         )
-    if config.zero.engine is not ZeroEngine.ztk:
-        yield f"model=hf: zero={config.zero.engine.value} is there to compare ztk's own decoder with; use zero=stage0 to stage3"
     if topology.context * topology.sequence > 1:
         yield from _parts_faults(config, folder=folder)
     if topology.pipeline > 1:

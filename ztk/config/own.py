@@ -137,8 +137,6 @@ def own_faults(config: Config) -> Iterator[str]:
     for section, tasks in _TASKS.items():
         if section in config.own and config.task.name not in tasks:
             yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
-    if "optimizer" in config.own and config.zero.engine.value != "ztk":
-        yield f"optimizer.{TARGET}: zero={config.zero.engine.value} runs torch's AdamW; use zero=stage0 to stage3"
     for section, node in config.own.items():
         if section == CALLBACKS:
             for name, entry in callback_nodes(node).items():

@@ -16,13 +16,8 @@ from ztk.core.policies.machine import Machine
 from ztk.core.policies.peers import Peer
 from ztk.core.policies.plan import rank_faults, untraced
 from ztk.core.policies.runs import device_of, times_kernels
-from ztk.core.policies.zero import ZeroEngine
 
 PLAN = "plan"
-_LIKE = {
-    "fsdp2": "use zero=stage3 plan.way=eager, which has FSDP2's memory and traffic",
-    "ddp": "use zero=stage0 plan.way=eager, which has DDP's memory and traffic",
-}
 
 
 def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -31,8 +26,6 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         return
     if machine.started_ranks:
         yield f"task=plan runs on one process and {machine.started_ranks} ranks are started: start it by `python run.py`"
-    if config.zero.engine is not ZeroEngine.ztk:
-        yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; {_LIKE[config.zero.engine.value]}"
     yield from _hardware_faults(config, machine)
     yield from rank_faults(config.plan)
     if config.hardware.curves is not None:

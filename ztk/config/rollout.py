@@ -14,7 +14,6 @@ from ztk.config.topology import (
     critic_faults,
     cut_degrees,
     is_cut,
-    padded_expert_faults,
     replicas_of,
     settled_ranks,
 )
@@ -30,7 +29,6 @@ from ztk.core.policies.rollout import (
 )
 from ztk.core.policies.runs import device_of, distills_draws, draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.topology import PipelineSchedule
-from ztk.core.policies.zero import ZeroEngine
 
 
 def choose_rollouts(config: Config, *, machine: Machine) -> None:
@@ -144,11 +142,7 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    name = config.task.name
-    yield from _layout_faults(config, machine=machine)
-    yield from warm_start_faults(config, machine=machine)
-    if config.zero.engine is not ZeroEngine.ztk:
-        yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
+    yield from _layout_faults(config)
     if config.rollout.identity is RolloutIdentity.exact:
         for key, reason, fix, _ in _inexact(config, machine=machine):
             yield f"{key}: {reason}, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off, or {fix}"
@@ -156,22 +150,11 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _ahead_faults(config, machine=machine)
     if config.rollout.engine is RolloutEngineName.generator:
         yield from generator_faults(config, machine=machine)
-    if config.launch.elastic:
-        yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
-    if config.train.log_every != 1:
-        yield f"train.log_every={config.train.log_every}: task={name} has a row for every step; use train.log_every=1"
-    if config.checkpoint.asynchronous:
-        yield (
-            f"checkpoint.asynchronous=true: task={name} saves a critic or a reference together with the policy; use "
-            "checkpoint.asynchronous=false"
-        )
 
 
-def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+def _layout_faults(config: Config) -> Iterator[str]:
     """Yields faults of ranks that share a model."""
-    name = config.task.name
-    yield from padded_expert_faults(config)
-    if name == "ppo":
+    if config.task.name == "ppo":
         yield from critic_faults(config, needs="a critic")
     elif config.reward.path is not None and not is_text_model(config.reward.path):
         yield from critic_faults(config, needs="the model of reward.path")

@@ -18,11 +18,11 @@ from ztk.config.batch import AUTO, checkpoint_fault
 from ztk.config.effects import declared_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
-from ztk.config.own import own_faults
+from ztk.config.own import TARGET, own_faults
 from ztk.config.planning import PLAN, floor_faults, planning_faults
-from ztk.config.rollout import rollout_faults
+from ztk.config.rollout import rollout_faults, warm_start_faults
 from ztk.config.text_rules import text_faults
-from ztk.config.topology import topology_faults
+from ztk.config.topology import DEGREES, is_cut, padded_expert_faults, topology_faults
 from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
@@ -30,12 +30,16 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.runs import (
+    ALIGNING,
     TEXT,
+    by_training,
     data_paths,
     device_of,
     has_tokenizer,
     holds_nothing_out,
+    infers,
     is_hugging_face,
+    is_own,
     offloads,
     others_offload,
     reads_documents,
@@ -86,34 +90,72 @@ def _holds(spec: ModuleSpec | None, *, names: list[str]) -> bool:
     return spec is not None
 
 
-def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:
-    if config.zero.engine is not ZeroEngine.ztk:
-        name = config.zero.engine.value
-        if config.offload.optimizer is not Tier.none or config.offload.parameters not in ("none", "auto"):
-            yield (
-                f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none and leave out offload.optimizer and "
-                "offload.parameters"
-            )
-        if config.optimizer.name in (OptimizerName.lion, OptimizerName.lamb):
-            optimizer = config.optimizer.name.value
-            yield f"optimizer={optimizer}: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
-        if config.optimizer.name is OptimizerName.muon:
-            yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
-        if config.optimizer.states not in (None, "fp32") or config.precision.master is not None:
-            yield (
-                f"optimizer.states and precision.master: zero={name} runs torch's AdamW on float32 weights; use zero=stage0 to stage3, or "
-                "optimizer.states=fp32 without precision.master"
-            )
-        if config.checkpoint.every or config.checkpoint.resume is not None:
-            yield (
-                f"checkpoint: zero={name} is there to compare with and neither saves nor loads; use zero=stage0 to "
-                "stage3, or leave out checkpoint.every and checkpoint.resume"
-            )
+def _compared_engines(config: Config, machine: Machine) -> Iterator[str]:
+    """Faults of torch's DistributedDataParallel and fully_shard, which are there to compare the pretraining of dense decoders with."""
+    if config.zero.engine is ZeroEngine.ztk:
         return
-    yield from layout.offload_faults(config.offload, zero=config.zero)
+    name, task = config.zero.engine.value, config.task.name
+    if config.offload.optimizer is not Tier.none or config.offload.parameters not in ("none", "auto"):
+        yield (
+            f"offload: zero={name} has no offload; use zero=stage0 to stage3, or offload=none and leave out offload.optimizer and "
+            "offload.parameters"
+        )
+    yield from _compared_optimizers(config, name=name)
+    if config.checkpoint.every or config.checkpoint.resume is not None:
+        yield (
+            f"checkpoint: zero={name} is there to compare with and neither saves nor loads; use zero=stage0 to "
+            "stage3, or leave out checkpoint.every and checkpoint.resume"
+        )
+    if is_hugging_face(config.model):
+        yield f"model=hf: zero={name} is there to compare ztk's own decoder with; use zero=stage0 to stage3"
+    if is_cut(config.topology) and not infers(config):
+        named = sorted(config.given & {f"topology.{degree}" for degree in DEGREES})
+        yield (
+            f"topology: zero={name} is there to compare with and data-parallel only; use "
+            f"topology=dp{' and leave out ' + ', '.join(named) if named else ''}, or zero=stage0 to stage3"
+        )
+    if config.model.experts is not None and not infers(config):
+        yield (
+            f"model.experts={config.model.experts}: zero={name} is there to compare dense models with; use zero=stage0 to stage3, or "
+            "model=tiny"
+        )
+    if task == PLAN:
+        stage, peer = ("stage3", "FSDP2") if name == "fsdp2" else ("stage0", "DDP")
+        yield (
+            f"zero={name}: task=plan traces ztk's own engine; use zero={stage} plan.way=eager, which has {peer}'s memory and traffic"
+        )
+    elif task in (*ALIGNING, "grpo", "ppo"):
+        yield f"zero={name}: is there to compare with, and task={task} needs ztk's; use zero=stage0 to stage3"
+    elif by_training(config):
+        yield f"zero={name} is there to compare training with; use zero=stage0 to stage3"
 
 
-def _nvme(config: Config, machine: Machine) -> Iterator[str]:
+def _compared_optimizers(config: Config, *, name: str) -> Iterator[str]:
+    """Faults of what runs in place of torch's AdamW on float32 weights. name: the engine's."""
+    optimizer = config.optimizer.name
+    if is_own(config, section="optimizer"):
+        yield f"optimizer.{TARGET}: zero={name} runs torch's AdamW; use zero=stage0 to stage3"
+    if optimizer in (OptimizerName.lion, OptimizerName.lamb):
+        yield f"optimizer={optimizer.value}: torch has none for zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+    if optimizer is OptimizerName.muon:
+        yield f"optimizer=muon: torch's does not run with zero={name}; use zero=stage0 to stage3, or optimizer=adamw"
+    if config.optimizer.states not in (None, "fp32") or config.precision.master is not None:
+        yield (
+            f"optimizer.states and precision.master: zero={name} runs torch's AdamW on float32 weights; use zero=stage0 to stage3, or "
+            "optimizer.states=fp32 without precision.master"
+        )
+
+
+def _aligned(config: Config, machine: Machine) -> Iterator[str]:
+    """Faults that tasks with records and tasks with rollouts share."""
+    if config.task.name in (*ALIGNING, "grpo", "ppo"):
+        yield from padded_expert_faults(config)
+        yield from warm_start_faults(config, machine=machine)
+
+
+def _offload(config: Config, machine: Machine) -> Iterator[str]:
+    if config.zero.engine is ZeroEngine.ztk:
+        yield from layout.offload_faults(config.offload, zero=config.zero)
     if not offloads(config, tier=Tier.nvme) and not others_offload(config, tier=Tier.nvme):
         return
     yield from offload.page_faults(config.offload)
@@ -270,8 +312,9 @@ _RULES = (
     topology_faults,
     answering_faults,
     _task,
-    _zero_and_offload,
-    _nvme,
+    _compared_engines,
+    _aligned,
+    _offload,
     _precision,
     _model,
     _data,

@@ -11,7 +11,6 @@ from ztk.core.policies.machine import Machine
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
 from ztk.core.policies.runs import device_of, infers, is_hugging_face
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks
-from ztk.core.policies.zero import ZeroEngine
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
@@ -56,12 +55,6 @@ def topology_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         return  # reported by `answering_faults`
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
         return  # reported by the ranges
-    if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
-        named = sorted(config.given & {f"topology.{name}" for name in DEGREES})
-        yield (
-            f"topology: zero={config.zero.engine.value} is there to compare with and data-parallel only; use "
-            f"topology=dp{' and leave out ' + ', '.join(named) if named else ''}, or zero=stage0 to stage3"
-        )
     yield from _rank_faults(config, machine=machine)
     yield from _model_faults(config)
     yield from _layout_faults(config, machine=machine)
@@ -202,9 +195,4 @@ def _expert_faults(config: Config) -> Iterator[str]:
         yield (
             f"topology.expert={degree} does not divide model.experts={experts}: use topology.expert={divisor}, or "
             f"model.experts={-(-experts // degree) * degree}"
-        )
-    if experts is not None and config.zero.engine is not ZeroEngine.ztk:
-        yield (
-            f"model.experts={experts}: zero={config.zero.engine.value} is there to compare dense models with; use zero=stage0 to "
-            "stage3, or model=tiny"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
-from ztk.core.policies.runs import ALIGNING, ANSWERING, holds_out, reads_lines, reads_records, trains
+from ztk.core.policies.runs import ALIGNING, ANSWERING, draws, holds_out, reads_lines, reads_records, trains
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -138,6 +138,19 @@ def _every(config: "Config") -> Iterator[str]:
         )
 
 
+def _rows(config: "Config") -> Iterator[str]:
+    if draws(config) and config.train.log_every != 1:
+        yield f"train.log_every={config.train.log_every}: task={config.task.name} has a row for every step; use train.log_every=1"
+
+
+def _asynchronous(config: "Config") -> Iterator[str]:
+    if draws(config) and config.checkpoint.asynchronous:
+        yield (
+            f"checkpoint.asynchronous=true: task={config.task.name} saves a critic or a reference together with the policy; use "
+            "checkpoint.asynchronous=false"
+        )
+
+
 def _keep_every(config: "Config") -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.every and checkpoint.keep_every and checkpoint.keep_every % checkpoint.every:
@@ -208,6 +221,8 @@ def _elastic(config: "Config") -> Iterator[str]:
         yield (
             "launch.elastic=true cannot continue without checkpoints: use checkpoint=periodic, or checkpoint.every=N"
         )
+    if launch.elastic and config.task.name in (*ALIGNING, "grpo", "ppo"):
+        yield f"launch.elastic=true: task={config.task.name} does not go on with fewer ranks by itself; use launch.elastic=false"
 
 
 def _min_ranks(config: "Config") -> Iterator[str]:
@@ -245,7 +260,9 @@ class TrainConfig:
         range=COUNT,
     )
     seed: int = key("seed of the initial weights and of the order of the data", default=0, range=SIZE_OR_ZERO)
-    log_every: int = key("steps between rows of metrics.jsonl", default=1, range=COUNT, changes=Changes.experiment)
+    log_every: int = key(
+        "steps between rows of metrics.jsonl", default=1, range=COUNT, changes=Changes.experiment, contradicts=_rows
+    )
     eval_every: int | None = key(
         "steps between held-out evaluations, one more follows the last step; 0: that one alone",
         default=100,
@@ -375,7 +392,9 @@ class CheckpointConfig:
         acts=_RANKS,
         optional=True,
     )
-    asynchronous: bool | None = key("training continues while the files are written", default=False, acts=_SAVES_OFTEN)
+    asynchronous: bool | None = key(
+        "training continues while the files are written", default=False, acts=_SAVES_OFTEN, contradicts=_asynchronous
+    )
     resume: str | None = key(
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
         changes=Changes.nothing,
