@@ -50,7 +50,7 @@ def test_ranks_share_layers(words):
         ("inference.exact=false", "inference.exact=false needs a cache of blocks"),
         ("inference.cache=pages", "inference.cache=pages"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0, or 1e-06 or more"),
-        ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
+        ("inference.model=/nowhere", "inference.model=/nowhere: no such folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
         (
             "inference.adapters={x: /nowhere}",
@@ -186,7 +186,7 @@ def test_files_to_score_are_lists(eval_words):
         ),
         ("inference.lookup_tokens=1", "inference.lookup_tokens=1 has no effect here, only with task=generate"),
         ("inference.held_out=x", "inference.held_out=x has no effect here, only with task=generate"),
-        ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
+        ("inference.model=/nowhere", "inference.model=/nowhere: no such folder"),
         ("eval.path=/nowhere", "eval.path=/nowhere: is no file; name a text, jsonl or parquet file"),
         ("eval.choices=[/nowhere]", "eval.choices=/nowhere: is no file; name a jsonl file"),
         ("eval.choices=[]", "eval.choices=[]: names no file"),

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ztk.config.batch import checkpoint_fault
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.keys import read
 from ztk.config.topology import cut_degrees
@@ -22,7 +21,7 @@ from ztk.core.policies.inference import (
 )
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.runs import ANSWERING, DRAWING, as_paths, by_training, device_of, streams_layers
+from ztk.core.policies.runs import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import DeviceName
 
@@ -48,7 +47,6 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
     if trains:
         yield from evaluating_faults(config)
-        yield from _file_faults(config, task=task)
         yield from _eval_faults(config)
         return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
@@ -64,7 +62,6 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     yield from _own_module_faults(config)
     yield from _adapter_faults(config)
     yield from _calibration_faults(config)
-    yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
         yield from _held_out_faults(config)
     else:
@@ -133,9 +130,6 @@ def _adapter_faults(config: Config) -> Iterator[str]:
     if not isinstance(chosen, Mapping) or not chosen or not all(isinstance(path, str) for path in chosen.values()):
         yield f"inference.adapters={written(chosen)}: must name a folder for each adapter; {form}"
         return
-    for name, path in chosen.items():
-        if not Path(path).is_dir():
-            yield f"inference.adapters.{name}={path}: is no folder; name one that peft has saved, or a run with lora=adapter"
     if _is_packed(config):
         yield (
             f"inference.adapters={{{', '.join(map(str, chosen))}}} with inference.model={config.inference.model}, whose packed weights are "
@@ -151,8 +145,6 @@ def _calibration_faults(config: Config) -> Iterator[str]:
     path, weights = config.inference.calibration, config.inference.weights
     if path is None:
         return
-    if not Path(path).expanduser().is_file():
-        yield f"inference.calibration={path}: is no file; name a text, jsonl or parquet file, or leave it out"
     yield from calibration_faults(None if weights is None else weights.value, adapters=config.inference.adapters)
     if _is_packed(config):
         yield (
@@ -172,11 +164,7 @@ def _is_packed(config: Config) -> bool:
 
 def _held_out_faults(config: Config) -> Iterator[str]:
     text, weights = config.inference.held_out, config.inference.weights
-    if text is None:
-        return
-    if not Path(text).expanduser().is_file():
-        yield f"inference.held_out={text}: is no file; name a text file, or leave it out"
-    if weights is WeightFormat.stored:
+    if text is not None and weights is WeightFormat.stored:
         yield f"inference.held_out={text} has no effect with weights as stored: add weights=int8 or weights=int4, or leave it out"
 
 
@@ -184,27 +172,8 @@ def _eval_faults(config: Config) -> Iterator[str]:
     chosen = config.eval
     if chosen.path is None and chosen.choices is None:
         yield "task=eval: nothing is to be scored; name held-out text with eval.path=FILE, or questions with eval.choices=FILE.jsonl"
-    for name, expected in (("path", "a text, jsonl or parquet file"), ("choices", "a jsonl file with questions")):
-        value = getattr(chosen, name)
-        for path in [] if value is None else as_paths(value):
-            if not Path(path).expanduser().is_file():
-                yield f"eval.{name}={path}: is no file; name {expected}, or a list of them"
-        if value == []:
-            yield f"eval.{name}=[]: names no file; name {expected}, or leave it out"
+    for name in ("path", "choices"):
+        if getattr(chosen, name) == []:
+            yield f"eval.{name}=[]: names no file; name one, or leave it out"
     if chosen.seq_len is not None and chosen.stride is not None and chosen.stride >= chosen.seq_len:
         yield f"eval.stride={chosen.stride}: must be below eval.seq_len={chosen.seq_len}, or tokens have nothing before them"
-
-
-def _file_faults(config: Config, *, task: str) -> Iterator[str]:
-    model, prompts, draft = config.inference.model, config.inference.prompts, config.inference.draft_model
-    if model is not None and not Path(model).expanduser().is_dir():
-        yield (
-            f"inference.model={model}: is no folder; name a run folder, a checkpoint, or a folder with the config.json and weights of a "
-            "model of transformers"
-        )
-    elif model is not None:
-        yield from checkpoint_fault(model, key="inference.model")
-    if draft is not None and not Path(draft).expanduser().is_dir():
-        yield f"inference.draft_model={draft}: is no folder; name the folder of a smaller model with the same tokens, or leave it out"
-    if prompts is not None and config.task.name == "generate" and not Path(prompts).expanduser().is_file():
-        yield f'inference.prompts={prompts}: is no file; name a jsonl file whose lines are {{"prompt": "text"}}'

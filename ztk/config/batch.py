@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from ztk.config.keys import fill
 from ztk.config.topology import replicas_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.pipeline import interleaved_faults
-from ztk.core.policies.records import record_of
 from ztk.core.policies.runs import infers
 from ztk.core.policies.topology import PipelineSchedule
 
@@ -77,13 +75,3 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
     )
     settle_batch(smaller, recorded=None)
     return smaller
-
-
-def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
-    """Yields a fault for a run folder without a checkpoint."""
-    folder = Path(path).expanduser()
-    if record_of(folder) is not None and not any((folder / "checkpoints").glob("step-*[0-9]")):
-        yield (
-            f"{key}={path}: this run has no checkpoint: it was started with checkpoint=none, or ended before its first step; start it "
-            "again, or name another run"
-        )

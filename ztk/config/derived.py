@@ -4,27 +4,22 @@ The option files have learning rates for small models.
 """
 
 import os
-from typing import Any
 
 from ztk.config.batch import AUTO, forwards_of, settle_batch
 from ztk.config.effects import null_inactive_keys, settle_parameter_tier
-from ztk.config.environments import settle_environment
 from ztk.config.errors import ConfigError
-from ztk.config.keys import derive, fill, path_keys, read, run_keys, write
+from ztk.config.keys import derive, fill, read, run_keys, write
 from ztk.config.record import load
-from ztk.config.rewards import settle_rewards
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.core.policies.align import WITHOUT_REFERENCE, DpoReferenceName
 from ztk.core.policies.config import Config
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.optimizer import OptimizerName
+from ztk.core.policies.paths import absolute
 from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ALIGNING,
-    BYTES,
-    TRAIN,
-    as_paths,
     device_of,
     holds_nothing_out,
     infers,
@@ -184,25 +179,11 @@ def _continued(config: Config) -> Config | None:
 
 
 def _settle_paths(config: Config) -> None:
-    for name in path_keys():
-        if (value := read(config, key=name)) is not None:
-            takes_several = run_keys()[name].hint is Any
-            absolute = [_absolute(path) for path in as_paths(value)] if takes_several else _absolute(value)
-            write(config, key=name, value=absolute)
-    if isinstance(adapters := config.inference.adapters, dict):
-        config.inference.adapters = {name: _absolute(str(path)) for name, path in adapters.items()}
+    for name, key in run_keys().items():
+        if key.paths is not None and (value := read(config, key=name)) is not None:
+            write(config, key=name, value=key.paths.absolute(value))
     if config.offload.nvme_path is not None:
-        config.offload.nvme_path = _absolute(config.offload.nvme_path)
+        config.offload.nvme_path = absolute(config.offload.nvme_path)
     elif not infers(config):  # packed weights are deleted after the run, unless the user names a folder
         path = os.path.join(config.output_dir, "nvme")
         fill(config, key="offload.nvme_path", value=path, reason="the run folder")
-    if config.data.tokenizer not in (None, BYTES, TRAIN):
-        config.data.tokenizer = _absolute(config.data.tokenizer)
-    settle_rewards(config)
-    settle_environment(config)
-    if config.checkpoint.resume not in (None, AUTO):
-        config.checkpoint.resume = _absolute(config.checkpoint.resume)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

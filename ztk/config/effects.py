@@ -16,7 +16,8 @@ from ztk.core.policies.ranges import shown
 
 
 def declared_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """Yields one line per value out of its range, per given key without effect, per group of keys that lack a value, and per contradiction."""
+    """Yields one line per value out of its range, per given key without effect, per contradiction, per path without a file,
+    and per group of keys that lack a value."""
     missing: dict[str, list[str]] = {}
     for name, key in run_keys().items():
         if is_own_key(config, key=name):
@@ -27,7 +28,9 @@ def declared_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         if key.acts is None or key.acts.test(config, machine):
             if value is not None and key.contradicts is not None:
                 yield from key.contradicts(config)
-            elif value is None and key.acts is not None and not key.optional:
+            if value is not None and key.paths is not None:
+                yield from key.paths.faults(value, key=name)
+            if value is None and key.acts is not None and not key.optional:
                 missing.setdefault(key.acts.words, []).append(name)
         elif name in config.given and value is not None and value != key.idle:
             yield without_effect(name, value=value, acts=key.acts)

@@ -1,9 +1,8 @@
-"""`rollout.environment`: its forms, its path, and a first step before ranks start."""
+"""`rollout.environment`, and a first step before ranks start."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ztk.config.rewards import absolute_name, evaluation_config, first_prompt, name_faults
+from ztk.config.rewards import evaluation_config, first_prompt
 from ztk.config.text import encoding_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.runs import draws
@@ -13,25 +12,6 @@ if TYPE_CHECKING:
 
 KEY = "rollout.environment"
 _ANSWER = "42"  # of the first step
-
-
-def settle_environment(config: Config) -> None:
-    """Makes the path of a file absolute, and writes `mine.Env` as `mine:Env`."""
-    if config.rollout.environment is not None:
-        config.rollout.environment = absolute_name(_with_colon(config.rollout.environment))
-
-
-def environment_faults(config: Config) -> Iterator[str]:
-    """A line if the name is of another form, or there is no such file."""
-    if config.rollout.environment is not None:
-        name = _with_colon(config.rollout.environment)
-        yield from name_faults(name, key=KEY, kind="CLASS", example="mine.py:Env")
-
-
-def _with_colon(name: str) -> str:
-    """`MODULE.CLASS` as `MODULE:CLASS`; other names as they are."""
-    module, _, last = name.rpartition(".")
-    return f"{module}:{last}" if module and ":" not in name and "/" not in name else name
 
 
 def open_environments(config: Config) -> "Environments | None":

@@ -52,7 +52,7 @@ def take_evaluated(config: Config) -> list[str]:
         return []
     folder = Path(config.inference.model).expanduser()
     if not folder.is_dir():
-        return []  # reported by `answering_faults`
+        return []  # reported by its declaration
     try:
         config.model = _model_of(folder, usual=config.model)
     except (ImportError, ValueError) as error:

@@ -32,12 +32,6 @@ def run_keys() -> dict[str, Key]:
 
 
 @functools.cache
-def path_keys() -> tuple[str, ...]:
-    """Returns the keys that name files and folders."""
-    return tuple(name for name, key in run_keys().items() if key.is_path)
-
-
-@functools.cache
 def line_keys() -> dict[str, Key]:
     """Returns all keys that a command line may set: of a run and of a sweep."""
     return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.batch import checkpoint_fault
 from ztk.config.hugging_face import sizes_of
 from ztk.config.record import load
 from ztk.core.policies.config import Config
@@ -83,11 +82,7 @@ def teacher_faults(config: Config) -> Iterator[str]:
         yield "distill.teacher=null: there is nobody to learn from; use distill.teacher=FOLDER, a run folder or a model of transformers"
         return
     if not os.path.isdir(os.path.expanduser(path)):
-        yield f"distill.teacher={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or a model of transformers"
-        return
-    if faults := list(checkpoint_fault(path, key="distill.teacher")):
-        yield from faults
-        return
+        return  # reported by its declaration
     try:
         teacher = config_with(config, path=path, key="distill.teacher").model
     except (ImportError, ValueError) as error:

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ztk.config.batch import AUTO
-from ztk.config.keys import named_by, path_keys, read
+from ztk.config.keys import named_by, read, run_keys
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 from ztk.core.launch import quoted
 from ztk.core.policies.records import run_record
 
 _RESUME = "checkpoint.resume="
-# Keys with paths in a special form, in addition to `path_keys`. All may be relative to the directory where the run was started.
-_PATHS = ("data.tokenizer", "reward.function", "reward.functions", "reward.eval_functions", "offload.nvme_path")
 # Keys that the new command decides itself. The global batch of the run's configuration determines the accumulation steps.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
 # Setting the second key on the command line discards the run's value of the first.
@@ -55,7 +53,9 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
         is_replaced = key in given or key.partition(".")[0] in given or _FOLLOWS.get(key) in given
         if is_replaced or key in left or key.startswith("sweep."):
             continue
-        absolute = read(config, key=key) if key in (*_PATHS, *path_keys()) else None
+        declared = run_keys().get(key)
+        is_path = key == "offload.nvme_path" or (declared is not None and declared.paths is not None)
+        absolute = read(config, key=key) if is_path else None  # paths may be relative to where the run was started
         text = value if absolute is None else _written(absolute)
         taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)
     taken = rename_keys(taken).words

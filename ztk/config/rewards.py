@@ -1,15 +1,13 @@
-"""`reward.function` and `reward.functions`: their forms and paths, and a test call before ranks start."""
+"""`reward.function` and `reward.functions`, and a test call before ranks start."""
 
 import copy
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ztk.config.lengths import prompts_of
 from ztk.config.own import TARGET, call_later
 from ztk.core.policies.config import Config
-from ztk.core.policies.reward import is_function_name
 from ztk.core.policies.runs import draws, is_own
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from ztk.rl.rollout.rewards import RewardFunctions
 
 _ANSWER, _PROMPT = "42", "cab>"  # for the test call without data.path
-_KEYS = ("function", "weight")
 
 
 def named_rewards(config: Config) -> list[tuple[str, float]]:
@@ -38,51 +35,10 @@ def has_rewards(config: Config) -> bool:
 
 
 def reward_faults(config: Config) -> Iterator[str]:
-    """Yields one line per entry that does not name a function of a file or module, or has no weight."""
+    """Yields a fault if two keys name rewards."""
     if is_own(config, section="reward") and (config.reward.function is not None or config.reward.functions):
         key = "reward.function" if config.reward.function is not None else "reward.functions"
         yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
-    for key in ("function", "functions", "eval_functions"):
-        yield from _entry_faults(getattr(config.reward, key), key=f"reward.{key}")
-
-
-def _entry_faults(value: Any, *, key: str) -> Iterator[str]:
-    for entry in _entries(value):
-        if isinstance(entry, str):
-            yield from name_faults(entry, key=key)
-        elif not isinstance(entry, Mapping) or not isinstance(entry.get("function"), str) or set(entry) - set(_KEYS):
-            yield (
-                f"{key}: {entry!r} must be FILE.py:FUNCTION or {{function: FILE.py:FUNCTION, weight: 0.2}}; use "
-                f"{key}=[a.py:f,{{function: b.py:g, weight: 0.2}}]"
-            )
-        else:
-            yield from name_faults(entry["function"], key=key)
-            weight = entry.get("weight", 1.0)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-                yield f"{key}: weight: {weight!r} of {entry['function']} must be a finite number; use weight: 0.2"
-
-
-def absolute_name(name: str) -> str:
-    """Returns `FILE.py:FUNCTION` with an absolute path. A module's function stays unchanged."""
-    source, _, function = name.rpartition(":")
-    return f"{os.path.abspath(os.path.expanduser(source))}:{function}" if source.endswith(".py") else name
-
-
-def settle_rewards(config: Config) -> None:
-    """Makes the paths of files absolute. `reward_faults` reports entries in another form."""
-    reward = config.reward
-    if reward.function is not None:
-        reward.function = absolute_name(reward.function)
-    for key in ("functions", "eval_functions"):
-        if value := getattr(reward, key):
-            setattr(reward, key, [_absolute_entry(entry) for entry in _entries(value)])
-
-
-def _absolute_entry(entry: Any) -> Any:
-    if isinstance(entry, str):
-        return absolute_name(entry)
-    is_named = isinstance(entry, dict) and isinstance(entry.get("function"), str)
-    return entry | {"function": absolute_name(entry["function"])} if is_named else entry
 
 
 def prepare_rewards(config: Config) -> None:
@@ -169,14 +125,3 @@ def _key(config: Config) -> str:
 
 def _entries(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
-
-
-def name_faults(name: str, *, key: str, kind: str = "FUNCTION", example: str = "mine.py:score") -> Iterator[str]:
-    """Yields a line if `name` is not `FILE.py:FUNCTION` or `MODULE:FUNCTION`, or the file does not exist. kind: type of the named
-    object.
-    """
-    source = name.rpartition(":")[0]
-    if not is_function_name(name):
-        yield f"{key}={name}: must be FILE.py:{kind} or MODULE:{kind}; use {key}={example}"
-    elif source.endswith(".py") and not os.path.isfile(os.path.expanduser(source)):
-        yield f"{key}={name}: there is no file {source} (from {os.getcwd()}); give its path"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.environments import environment_faults
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.keys import derive
 from ztk.config.other_models import is_text_model, reward_model_faults
@@ -254,7 +253,6 @@ def _data_faults(config: Config) -> Iterator[str]:
         )
     yield from reward_faults(config)
     yield from reward_model_faults(config)
-    yield from environment_faults(config)
     yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]

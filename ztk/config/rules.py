@@ -3,7 +3,6 @@
 Rules of a single key are in its declaration.
 """
 
-import glob
 import importlib.util
 import os
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from ztk.config.adapters import lora_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
-from ztk.config.batch import AUTO, checkpoint_fault
 from ztk.config.effects import declared_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
@@ -33,7 +31,6 @@ from ztk.core.policies.runs import (
     ALIGNING,
     TEXT,
     by_training,
-    data_paths,
     device_of,
     has_tokenizer,
     holds_nothing_out,
@@ -220,32 +217,12 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
-    if config.data.name not in (DataName.files, DataName.prompts, DataName.chat, DataName.preferences):
-        return
-    if config.data.path is None:
-        if config.data.name is not DataName.files:
-            return
+    if config.data.name is DataName.files and config.data.path is None:
         yield "data=files needs data.path: use data.path=FOLDER, a file or a glob, or data=stdlib"
-        return
-    for entry in data_paths(config):
-        if not entry or not (os.path.exists(os.path.expanduser(entry)) or _matches(entry)):
-            yield f"data.path={entry}: no such file or folder, and no file matches (from {os.getcwd()}): name others"
-
-
-def _matches(pattern: str) -> bool:
-    return next(glob.iglob(os.path.expanduser(pattern), recursive=True), None) is not None
-
-
-def _runs_to_start_from(config: Config) -> Iterator[str]:
-    for key, path in (("warm_start.path", config.warm_start.path), ("reward.path", config.reward.path)):
-        if path is not None and not os.path.exists(os.path.expanduser(path)):
-            yield f"{key}={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
-        elif path is not None:
-            yield from checkpoint_fault(path, key=key)
 
 
 def _training(config: Config, machine: Machine) -> Iterator[str]:
-    train, checkpoint = config.train, config.checkpoint
+    train = config.train
     if holds_nothing_out(config) and config.data.name in TEXT and not reads_documents(config):
         yield "data.validation_fraction=0: text that is read as bytes needs a held-out part; use data.validation_fraction=0.05"
     elif holds_nothing_out(config) and train.eval_every:
@@ -253,14 +230,6 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
         )
-    if checkpoint.resume not in (None, AUTO) and not os.path.exists(os.path.expanduser(checkpoint.resume)):
-        yield (
-            f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
-            "checkpoints, or checkpoint.resume=auto for the run's own, or leave it out"
-        )
-    elif checkpoint.resume not in (None, AUTO):
-        yield from checkpoint_fault(checkpoint.resume, key="checkpoint.resume")
-    yield from _runs_to_start_from(config)
 
 
 def _optimizer(config: Config, machine: Machine) -> Iterator[str]:

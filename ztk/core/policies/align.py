@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from ztk.core.policies.key import When, key, tasks
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range
 
 
@@ -115,7 +116,7 @@ class DistillConfig:
     teacher: str | None = key(
         "run folder, checkpoint, or folder of a model of transformers with the student's vocabulary",
         optional=True,
-        is_path=True,
+        paths=Paths(kind="run", fix="name a run folder with checkpoints, or a model of transformers"),
     )
     beta: float | None = key(
         "0: the forward divergence KL(teacher, student); 1: the reverse one; between them the generalised Jensen-Shannon divergence",

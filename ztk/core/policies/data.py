@@ -6,8 +6,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ztk.core.policies.key import When, key
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import BELOW_ONE, COUNT, Range
-from ztk.core.policies.runs import TEXT, TRAIN, draws, has_tokenizer, reads_documents, reads_lines, reads_records
+from ztk.core.policies.runs import BYTES, TEXT, TRAIN, draws, has_tokenizer, reads_documents, reads_lines, reads_records
 from ztk.core.policies.text import SMALLEST_VOCABULARY
 
 if TYPE_CHECKING:
@@ -134,17 +135,23 @@ class DataConfig:
         '..., "rejected": ...}. Forms of known data sets are read, too',
         default=MISSING,
     )
-    path: Any = key("a file, a folder, a glob, or a list of them", acts=_PATHS, optional=True, is_path=True)
+    path: Any = key(
+        "a file, a folder, a glob, or a list of them",
+        acts=_PATHS,
+        optional=True,
+        paths=Paths(kind="pattern", several=True, fix="name others"),
+    )
     eval_path: Any = key(
         "prompts of evaluations, as data.path; null: of rollout.task new ones, of data.path its own",
         acts=_EVALUATED_PROMPTS,
         optional=True,
-        is_path=True,
+        paths=Paths(several=True),
     )
     tokenizer: str | None = key(
         "bytes; train: a byte-level BPE of data.vocab_size tokens, made on the training text; or a folder with a tokenizer.json. "
         "model.vocab_size follows it unless it is given",
         acts=_TOKENIZED,
+        paths=Paths(words=(BYTES, TRAIN)),
     )
     vocab_size: int | None = key(
         "tokens of data.tokenizer=train, the bytes and the end token included",

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import COUNT, INT32_MAX, Range
 
 
@@ -32,7 +33,7 @@ class EvalConfig:
     path: Any = key(
         "held-out text: a text file, or jsonl or parquet with a document in eval.field, or a list of files; gives bits per byte",
         optional=True,
-        is_path=True,
+        paths=Paths(kind="file", several=True, fix="name a text, jsonl or parquet file, or a list of them"),
     )
     field: str | None = key(
         "the field of jsonl, the column of parquet, that has the text; null: text", acts=_READS, optional=True
@@ -41,7 +42,7 @@ class EvalConfig:
         'a jsonl file or a list of them, each line {"question": "text", "choices": ["one", "two"], "answer": 0}, or "prompt" in place of '
         '"question"; gives accuracies',
         optional=True,
-        is_path=True,
+        paths=Paths(kind="file", several=True, fix="name a jsonl file with questions, or a list of them"),
     )
     seq_len: int | None = key(
         "tokens of a window; null: the model's longest sequence, 2048 at most",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ztk.core.policies.curves import curve_faults
 from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, refuse
 from ztk.core.policies.records import replace_file
 from ztk.core.policies.runs import reports_mfu, times_kernels
@@ -105,7 +106,7 @@ class HardwareConfig:
     file: str | None = key(
         "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",
         acts=_NAMED,
-        is_path=True,
+        paths=Paths(),
     )
 
 

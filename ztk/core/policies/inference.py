@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range
 from ztk.core.policies.runs import ANSWERING, infers, offloads
 from ztk.core.policies.tier import Tier
@@ -77,14 +78,17 @@ class InferenceConfig:
     model: str | None = key(
         "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; required with task=generate, serve and eval",
         acts=_NAMED,
-        is_path=True,
+        paths=Paths(
+            kind="run",
+            fix="name a run folder, a checkpoint, or a folder with the config.json and weights of a model of transformers",
+        ),
     )
     prompts: str | None = key(
         'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, optionally with sampling keys of its own'
         "; null: one prompt, a line break, and the answer is printed",
         acts=_GENERATES,
         optional=True,
-        is_path=True,
+        paths=Paths(kind="file", fix='name a jsonl file whose lines are {"prompt": "text"}'),
     )
     max_sequences: int | None = key(
         "sequences that are computed in one step; others wait; null: 32, with offload=nvme as many as its plan finds",
@@ -126,12 +130,13 @@ class InferenceConfig:
         "one as its model, a line of inference.prompts as its adapter; null: none",
         acts=_PROMPTED,
         optional=True,
+        paths=Paths(kind="folder", named=True, fix="name one that peft has saved, or a run with lora=adapter"),
     )
     draft_model: str | None = key(
         "a smaller model with the same tokens, run folder or folder of transformers, which drafts when the look-up finds nothing; null: none",
         acts=_PROMPTED,
         optional=True,
-        is_path=True,
+        paths=Paths(kind="folder", fix="name the folder of a smaller model with the same tokens, or leave it out"),
     )
     draft_tokens: int | None = key(
         "draft tokens per step of inference.draft_model. They change no token",
@@ -146,7 +151,7 @@ class InferenceConfig:
     calibration: str | None = key(
         "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
         optional=True,
-        is_path=True,
+        paths=Paths(kind="file", fix="name a text, jsonl or parquet file, or leave it out"),
     )
     cache: CacheKind | None = key(
         "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
@@ -180,7 +185,7 @@ class InferenceConfig:
         "a text file; its first 2,048 tokens measure the change of perplexity by int8 or int4 weights",
         acts=_PROMPTED,
         optional=True,
-        is_path=True,
+        paths=Paths(kind="file", fix="name a text file, or leave it out"),
     )
 
 
@@ -266,9 +271,9 @@ class ServeConfig:
     cors_origins: list[str] | None = key(
         "web pages that may send requests, as in [https://app.example]; '*': all", optional=True
     )
-    tls_certificate: str | None = key("a PEM file; answers come over https", optional=True, is_path=True)
+    tls_certificate: str | None = key("a PEM file; answers come over https", optional=True, paths=Paths())
     tls_key: str | None = key(
-        "its private key, a PEM file; null: in the certificate's file", optional=True, is_path=True
+        "its private key, a PEM file; null: in the certificate's file", optional=True, paths=Paths()
     )
 
 

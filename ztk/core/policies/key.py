@@ -24,6 +24,17 @@ class Accepted(Protocol):
         """Why `value` is refused, starting with "must be"; "" if it is accepted."""
 
 
+class Places(Protocol):
+    """How a key names files or folders, such as `Paths`."""
+
+    def absolute(self, value: Any) -> Any:
+        """The value with absolute paths."""
+
+    def faults(self, value: Any, *, key: str) -> Iterator[str]:
+        """One line per file or folder that does not exist. key: the name, for the message."""
+        ...
+
+
 class Changes(Enum):
     """The part of a run that depends on a key."""
 
@@ -64,7 +75,7 @@ class Key:
     idle: Any
     was: str | None
     changes: Changes = Changes.numbers
-    is_path: bool
+    paths: Places | None
 
 
 def key(
@@ -78,7 +89,7 @@ def key(
     idle: Any = None,
     was: str | None = None,
     changes: Changes | None = None,
-    is_path: bool = False,
+    paths: Places | None = None,
 ) -> Any:
     """Declares a key as the field of a section, a `@dataclass(kw_only=True)`. The class attributes `acts`, `optional` and `changes` of a
     section are the defaults of its keys.
@@ -92,7 +103,7 @@ def key(
     idle: a value that is accepted where the key does not act.
     was: the name before the last release.
     changes: the part of a run that depends on the key.
-    is_path: the key names files or folders, which become absolute.
+    paths: how the key names files or folders.
     """
     declared = Key(
         meaning=meaning,
@@ -102,7 +113,7 @@ def key(
         contradicts=contradicts,
         idle=idle,
         was=was,
-        is_path=is_path,
+        paths=paths,
     )
     return field(default=default, metadata={"key": declared, "changes": changes})
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from ztk.core.policies.key import Changes, When, key
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import BELOW_ONE, COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, Range
 from ztk.core.policies.runs import is_hugging_face
 
@@ -38,7 +39,7 @@ class ModelConfig:
     path: str | None = key(
         "folder with the config.json, and for model.init=pretrained the safetensors files; or a GGUF file",
         acts=_HUGGING_FACE,
-        is_path=True,
+        paths=Paths(),
     )
     init: ModelInit | None = key(
         "first weights: pretrained: the folder's; random: drawn from train.seed", acts=_HUGGING_FACE

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ztk.core.policies.align import RewardLossName
 from ztk.core.policies.key import When, key, tasks
+from ztk.core.policies.paths import ObjectNames, Paths
 from ztk.core.policies.ranges import NOT_NEGATIVE, Range
 from ztk.core.policies.rollout import DRAWS, EVALUATED, StrategyConfig
 from ztk.core.policies.runs import draws
@@ -17,13 +18,6 @@ _REWARD_MODEL = When(
     f"{DRAWS.words} and reward.path", lambda config, machine: draws(config) and config.reward.path is not None
 )
 _LEARNS_REWARDS = tasks("reward")
-
-
-def is_function_name(name: str) -> bool:
-    """Whether `name` is `FILE.py:FUNCTION` or `MODULE:FUNCTION`."""
-    source, _, function = name.rpartition(":")
-    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
-    return function.isidentifier() and (source.endswith(".py") or is_module)
 
 
 def _function_faults(config: "Config") -> Iterator[str]:
@@ -45,6 +39,7 @@ class RewardConfig(StrategyConfig):
         acts=DRAWS,
         optional=True,
         contradicts=_function_faults,
+        paths=ObjectNames(kind="FUNCTION", example="mine.py:score"),
     )
     functions: Any = key(
         "functions whose weighted sum is the reward: FILE.py:FUNCTION, MODULE:FUNCTION or {function: FILE.py:FUNCTION, weight: 0.2}. Called "
@@ -52,18 +47,20 @@ class RewardConfig(StrategyConfig):
         "answer, f(prompt=, answer=, record=). None leaves an answer out",
         acts=DRAWS,
         optional=True,
+        paths=ObjectNames(kind="FUNCTION", example="mine.py:score", several=True),
     )
     path: str | None = key(
         "run folder or checkpoint of task=reward, of the policy's shape, or folder of a model of transformers for sequence classification with "
         "one label, which reads texts with its own tokenizer; its value at the last token is the reward; null: functions give it",
         acts=DRAWS,
         optional=True,
-        is_path=True,
+        paths=Paths(kind="run", fix="name a run folder with checkpoints, or leave it out"),
     )
     eval_functions: Any = key(
         "functions that reward the answers of evaluations, as reward.functions; null: as in training",
         acts=EVALUATED,
         optional=True,
+        paths=ObjectNames(kind="FUNCTION", example="mine.py:score", several=True),
     )
     path_weight: float | None = key(
         "weight of the value of reward.path in the sum with the functions' rewards; null: the value alone trains, and the functions' sum is "

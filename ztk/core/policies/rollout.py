@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.paths import ObjectNames, Paths
 from ztk.core.policies.precision import DType
 from ztk.core.policies.prompt_tasks import PromptTask
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
@@ -154,8 +155,6 @@ _CORRECTS = When(
     "rollout.identity=corrected",
     lambda config, machine: draws(config) and config.rollout.identity is RolloutIdentity.corrected,
 )
-
-
 _CLIPS = When(
     f"{DRAWS.words} and policy.form=clipped",
     lambda config, machine: draws(config) and config.policy.form is PolicyForm.clipped,
@@ -177,8 +176,6 @@ EVALUATED = When(
     f"{DRAWS.words} and rollout.eval_every above 0, or checkpoint.keep_best",
     lambda config, machine: draws(config) and bool(config.rollout.eval_every or config.checkpoint.keep_best),
 )
-
-
 _PLAYS = When(
     f"{DRAWS.words} and rollout.environment",
     lambda config, machine: draws(config) and config.rollout.environment is not None,
@@ -314,6 +311,7 @@ class RolloutConfig:
         "class whose instances answer the policy, for several turns and tools: FILE.py:CLASS or MODULE:CLASS with reset(prompt) and "
         "step(answer) -> observation, reward, done, either of them also async. Rewards of steps add up; null: an answer is one turn",
         optional=True,
+        paths=ObjectNames(kind="CLASS", example="mine.py:Env", dotted=True),
     )
     max_turns: int | None = key("turns of the policy in an answer, at most", default=8, range=COUNT, acts=_PLAYS)
     drop_equal_groups: bool | None = key(
@@ -380,7 +378,7 @@ class WarmStartConfig:
         "run folder or checkpoint of a decoder of this shape, whose parameters are the initial ones; null: drawn from train.seed",
         acts=_ALIGNS,
         optional=True,
-        is_path=True,
+        paths=Paths(kind="run", fix="name a run folder with checkpoints, or leave it out"),
     )
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
 from ztk.core.policies.runs import ALIGNING, ANSWERING, draws, holds_out, reads_lines, reads_records, trains
@@ -398,6 +399,11 @@ class CheckpointConfig:
     resume: str | None = key(
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
         changes=Changes.nothing,
+        paths=Paths(
+            kind="run",
+            words=("auto",),
+            fix="name a run folder with checkpoints, or checkpoint.resume=auto for the run's own, or leave it out",
+        ),
     )
     allow_changes: bool | None = key(
         "continue although keys that change numbers, such as optimizer.lr, differ from the checkpoint's run",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.core.policies.reward import is_function_name
+from ztk.core.policies.paths import is_object_name
 from ztk.rl.rollout.calls import Call, Calls, asked, parameters_of
 
 RewardFunction = Callable[..., Any]
@@ -155,7 +155,7 @@ def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunct
         ValueError: another form, a missing file or module, a failing import, or no such function.
     """
     source, _, function = name.rpartition(":")
-    if not is_function_name(name):
+    if not is_object_name(name):
         raise ValueError(f"{key}={name}: must be FILE.py:FUNCTION or MODULE:FUNCTION; use {key}=mine.py:score")
     try:
         module = _module_of_file(source) if source.endswith(".py") else importlib.import_module(source)
