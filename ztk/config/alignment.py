@@ -3,23 +3,16 @@
 import math
 from collections.abc import Iterator
 
-from ztk.config.adapters import starts_adapted
+from ztk.config.aligned import room_faults
 from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
 from ztk.config.other_models import teacher_faults
-from ztk.config.rollout import generator_faults
-from ztk.config.topology import (
-    critic_faults,
-    cut_degrees,
-    replicas_of,
-    settled_ranks,
-)
+from ztk.config.topology import critic_faults, cut_degrees
 from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
-from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
 
 
@@ -38,33 +31,8 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _record_faults(config)
     yield from _strategy_faults(config)
     yield from _loss_faults(config)
-    if config.warm_start.steps and config.data.path is not None:
-        yield (
-            "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "
-            "warm_start.path=RUN, the folder of a run of task=sft"
-        )
     if name == "distill":
-        yield from _distill_faults(config, machine=machine)
-
-
-def _distill_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """Yields the faults of the teacher, and of sampling by student or teacher."""
-    yield from teacher_faults(config)
-    if not distills_draws(config):
-        return
-    if config.rollout.engine is RolloutEngineName.generator:
-        yield from generator_faults(config, machine=machine)
-    size, replicas = (
-        config.train.micro_batch_size,
-        replicas_of(config.topology, ranks=settled_ranks(config, machine=machine)),
-    )
-    batch = config.train.global_batch_size
-    if size > 0 and batch is not None and batch % (unit := replicas * size):
-        yield (
-            f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size={size}), and all "
-            f"micro-batches of draws have one shape: use train.global_batch_size={-(-batch // unit) * unit}, or distill.fraction=0 without "
-            "distill.seq_kd"
-        )
+        yield from teacher_faults(config)
 
 
 def _record_faults(config: Config) -> Iterator[str]:
@@ -74,11 +42,8 @@ def _record_faults(config: Config) -> Iterator[str]:
         task = config.rollout.task or PromptTask.sorting
         prompt, answer = TASK_LENGTHS[task]
         drawn = config.rollout.max_tokens or 0 if distills_draws(config) else 0
-        if drawn > answer and data.seq_len < prompt + drawn:
-            yield (
-                f"data.seq_len={data.seq_len}: a prompt of {prompt} and rollout.max_tokens={drawn} do not fit: use "
-                f"data.seq_len={prompt + drawn}"
-            )
+        if drawn > answer:
+            yield from room_faults(config, task=task, drawn=drawn)
         elif data.seq_len < (longest := prompt + answer):
             yield f"data.seq_len={data.seq_len}: texts of rollout.task={task.value} have {longest} tokens; use data.seq_len={longest}"
         return
@@ -157,22 +122,5 @@ def _loss_faults(config: Config) -> Iterator[str]:
                 "train.global_batch_size=1: dpo.loss=kto compares an answer with those to other prompts of the step; use "
                 "train.global_batch_size=2 or more"
             )
-        yield from _adapter_faults(config)
     if config.task.name == "reward" and reward.loss is RewardLossName.per_token and reward.margin:
         yield f"reward.margin={reward.margin:g}: reward.loss=per_token has none; use reward.margin=0"
-
-
-def _adapter_faults(config: Config) -> Iterator[str]:
-    """Yields the faults of `task=dpo` with and without `lora=adapter`."""
-    leaves_out = config.dpo.reference is DpoReferenceName.lora_off
-    if not config.lora.rank:
-        if leaves_out:
-            yield (
-                "dpo.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or dpo.reference=frozen"
-            )
-        return
-    if leaves_out and starts_adapted(config):
-        yield (
-            f"dpo.reference=lora_off: the policy starts with the adapters of warm_start.path={config.warm_start.path}, and its base is "
-            "another model; use dpo.reference=frozen or precomputed"
-        )

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ztk.config.adapters import starts_adapted
-from ztk.config.hugging_face import dropouts_of, family_of
+from ztk.config.aligned import room_faults, step_unit, uncomputed
+from ztk.config.hugging_face import dropouts_of
 from ztk.config.keys import derive
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
@@ -13,8 +13,6 @@ from ztk.config.topology import (
     critic_faults,
     cut_degrees,
     is_cut,
-    replicas_of,
-    settled_ranks,
 )
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -22,12 +20,10 @@ from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS
 from ztk.core.policies.rollout import (
     BaselineName,
-    ReferenceName,
     RolloutEngineName,
     RolloutIdentity,
 )
 from ztk.core.policies.runs import device_of, distills_draws, draws, has_tokenizer, is_hugging_face
-from ztk.core.policies.topology import PipelineSchedule
 
 
 def choose_rollouts(config: Config, *, machine: Machine) -> None:
@@ -56,19 +52,9 @@ def _needs_trainer(config: Config, *, machine: Machine) -> str | None:
         return f"rollout.weights={rollout.weights.value} is for its forward"
     if is_cut(config.topology):
         return "every rank has a part of the weights, and the inference engine reads its own"
-    if kind := _uncomputed(config):
+    if kind := uncomputed(config):
         return f"the inference engine does not compute models of the kind {kind}"
     return None
-
-
-def _uncomputed(config: Config) -> str | None:
-    """Returns the kind of a transformers model that the inference engine does not implement, or None."""
-    kind = family_of(config.model)
-    if kind is None:
-        return None
-    from ztk.inference.describe import FAMILIES  # imported late: torch takes a second
-
-    return None if kind in FAMILIES else kind
 
 
 class _Inexact(NamedTuple):
@@ -147,8 +133,6 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             yield f"{key}: {reason}, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off, or {fix}"
     if config.rollout.ahead:
         yield from _ahead_faults(config, machine=machine)
-    if config.rollout.engine is RolloutEngineName.generator:
-        yield from generator_faults(config, machine=machine)
 
 
 def _layout_faults(config: Config) -> Iterator[str]:
@@ -180,29 +164,6 @@ def _layout_faults(config: Config) -> Iterator[str]:
         )
 
 
-def warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """Yields faults of `warm_start.steps`, each of which is one micro-batch."""
-    topology, warm = config.topology, config.warm_start
-    if not warm.steps:
-        return
-    if topology.pipeline > 1 and topology.schedule is PipelineSchedule("interleaved"):
-        yield (
-            f"topology.schedule=interleaved runs {topology.pipeline} micro-batches or more, and each of "
-            f"warm_start.steps={warm.steps} has one; use topology.schedule=1f1b, or warm_start.path=RUN with warm_start.steps=0"
-        )
-    if warm.path is not None:
-        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
-    if config.lora.rank and is_hugging_face(config.model):
-        yield (
-            f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
-            "warm_start.path=RUN for adapters that task=sft has trained"
-        )
-    replicas = replicas_of(topology, ranks=settled_ranks(config, machine=machine))
-    if warm.batch_size and warm.batch_size % replicas:
-        fixed = -(-warm.batch_size // replicas) * replicas
-        yield f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use warm_start.batch_size={fixed}"
-
-
 def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine is RolloutEngineName.trainer or device_of(config, machine=machine) != "cpu":
@@ -213,25 +174,6 @@ def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         )
     if (rollout.tensor or 1) > 1:
         yield f"rollout.ahead=1: ranks that share a copy draw together; use rollout.tensor=1, or rollout.ahead=0, instead of {rollout.tensor}"
-
-
-def generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per choice that does not go with rollout.engine=generator."""
-    tensor = config.rollout.tensor or 1
-    if (ranks := settled_ranks(config, machine=machine)) % tensor:
-        fitting = max(degree for degree in range(1, tensor) if ranks % degree == 0)
-        yield f"rollout.tensor={tensor}: {ranks} ranks cannot be divided by it; use rollout.tensor={fitting}"
-    if tensor > 1 and not is_hugging_face(config.model):
-        heads = (config.model.heads, config.model.kv_heads)
-        if heads[1] < tensor and (heads[0] % tensor or tensor % heads[1]):
-            yield f"rollout.tensor={tensor}: {heads[0]} query and {heads[1]} key heads cannot be divided by it; use rollout.tensor=1"
-    if tensor > 1 and device_of(config, machine=machine) != "cpu":
-        yield f"rollout.tensor={tensor}: ranks share a copy of the weights in main memory alone, and this run is on GPUs; use rollout.tensor=1"
-    if kind := _uncomputed(config):
-        yield (
-            f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
-            f"{config.model.path}; use rollout.engine=trainer"
-        )
 
 
 def _data_faults(config: Config) -> Iterator[str]:
@@ -253,33 +195,15 @@ def _data_faults(config: Config) -> Iterator[str]:
         )
     yield from reward_faults(config)
     yield from reward_model_faults(config)
-    yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
-        prompt, answer = TASK_LENGTHS[rollout.task]
+        _, answer = TASK_LENGTHS[rollout.task]
         if rollout.max_tokens < answer:
             yield (
                 f"rollout.max_tokens={rollout.max_tokens}: an answer of rollout.task={rollout.task.value} has {answer}: use "
                 f"rollout.max_tokens={answer}"
             )
-        elif data.seq_len < prompt + rollout.max_tokens:
-            yield (
-                f"data.seq_len={data.seq_len}: a prompt of {prompt} and rollout.max_tokens={rollout.max_tokens} do not fit: use "
-                f"data.seq_len={prompt + rollout.max_tokens}"
-            )
-
-
-def _first_weights_faults(config: Config) -> Iterator[str]:
-    warm = config.warm_start
-    if config.rollout.task is None and warm.steps:
-        yield (
-            "warm_start.steps: answers to learn from are made for rollout.task alone; use warm_start.steps=0, and warm_start.path=RUN "
-            "for a model that task=sft has trained"
-        )
-    if config.kl.reference is ReferenceName.lora_off and starts_adapted(config):
-        yield (
-            f"kl.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
-            "kl.reference=frozen"
-        )
+        else:
+            yield from room_faults(config, task=rollout.task, drawn=rollout.max_tokens)
 
 
 def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -288,16 +212,8 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         return  # reported by the ranges
     samples = rollout.prompts * rollout.group_size
     batch = train.global_batch_size
-    replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
-    unit = replicas * train.micro_batch_size
     if batch is None:
-        batch = unit * (train.accumulation_steps or 1)
-    if batch % unit:
-        yield (
-            f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size="
-            f"{train.micro_batch_size}), and all micro-batches of a rollout have one shape: use "
-            f"train.global_batch_size={-(-batch // unit) * unit}"
-        )
+        batch = step_unit(config, machine=machine) * (train.accumulation_steps or 1)
     if samples % batch:
         step = math.lcm(batch, rollout.group_size)  # multiple of samples that satisfies both
         yield (

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ztk.config.adapters import lora_faults
+from ztk.config.aligned import aligned_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.effects import declared_faults
@@ -18,9 +19,9 @@ from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
 from ztk.config.own import TARGET, own_faults
 from ztk.config.planning import PLAN, floor_faults, planning_faults
-from ztk.config.rollout import rollout_faults, warm_start_faults
+from ztk.config.rollout import rollout_faults
 from ztk.config.text_rules import text_faults
-from ztk.config.topology import DEGREES, is_cut, padded_expert_faults, topology_faults
+from ztk.config.topology import DEGREES, is_cut, topology_faults
 from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
@@ -141,13 +142,6 @@ def _compared_optimizers(config: Config, *, name: str) -> Iterator[str]:
             f"optimizer.states and precision.master: zero={name} runs torch's AdamW on float32 weights; use zero=stage0 to stage3, or "
             "optimizer.states=fp32 without precision.master"
         )
-
-
-def _aligned(config: Config, machine: Machine) -> Iterator[str]:
-    """Faults that tasks with records and tasks with rollouts share."""
-    if config.task.name in (*ALIGNING, "grpo", "ppo"):
-        yield from padded_expert_faults(config)
-        yield from warm_start_faults(config, machine=machine)
 
 
 def _offload(config: Config, machine: Machine) -> Iterator[str]:
@@ -282,7 +276,7 @@ _RULES = (
     answering_faults,
     _task,
     _compared_engines,
-    _aligned,
+    aligned_faults,
     _offload,
     _precision,
     _model,

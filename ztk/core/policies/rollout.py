@@ -215,8 +215,6 @@ def _kl_faults(config: "Config") -> Iterator[str]:
         yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
     if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
         yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
-    if kl.reference is ReferenceName.lora_off and not config.lora.rank:
-        yield "kl.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or kl.reference=frozen"
     if kl.reference is ReferenceName.none and kl.coef:
         yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
     if kl.reference is ReferenceName.none and kl.stop_above is not None:
