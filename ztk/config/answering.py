@@ -4,24 +4,17 @@ The inference engine supports tensor parallelism only. `evaluating.py` has the r
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.keys import read
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
-from ztk.core.policies.inference import (
-    ONLY_NVME,
-    CacheKind,
-    WeightFormat,
-    adapter_faults,
-    cache_faults,
-    calibration_faults,
-)
+from ztk.core.policies.inference import ONLY_NVME, CacheKind, cache_faults
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.runs import ANSWERING, DRAWING, by_training, device_of, streams_layers
+from ztk.core.policies.runs import ANSWERING, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import DeviceName
 
@@ -45,9 +38,10 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         if section not in _SECTIONS and not (is_cut and key in _CUT) and not (trains and is_of_training(key)):
             value = f"={written(read(config, key=key))}" if "." in key else ""
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"
+    if config.task.name == "eval" and config.eval.path is None and config.eval.choices is None:
+        yield "task=eval: nothing is to be scored; name held-out text with eval.path=FILE, or questions with eval.choices=FILE.jsonl"
     if trains:
         yield from evaluating_faults(config)
-        yield from _eval_faults(config)
         return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
     if ranks != max(1, config.topology.tensor):
@@ -55,28 +49,14 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"launch.ranks={ranks}: {task} runs on topology.tensor={config.topology.tensor} ranks; leave it out, or use "
             f"topology.tensor={ranks}, which cuts each layer over them"
         )
-    if is_cut:
-        yield from _cut_faults(config, task=task)
+    for degree, value in cut_degrees(config.topology).items():
+        if is_cut and degree != "tensor":
+            yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
+    if _is_packed(config):
+        yield from _packed_faults(config)
     yield from _cache_faults(config, machine=machine)
     yield from _offload_faults(config, task=task)
     yield from _own_module_faults(config)
-    yield from _adapter_faults(config)
-    yield from _calibration_faults(config)
-    if config.task.name in DRAWING:
-        yield from _held_out_faults(config)
-    else:
-        yield from _eval_faults(config)
-
-
-def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
-    for degree, value in cut_degrees(config.topology).items():
-        if degree != "tensor":
-            yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
-    if _is_packed(config):
-        yield (
-            f"inference.model={config.inference.model} with topology.tensor={config.topology.tensor}: packed folders have full layers; "
-            "name the model that was packed, of which each rank packs its part"
-        )
 
 
 def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -93,11 +73,6 @@ def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
     for key in sorted(config.given.intersection(_TRAINING_TIERS)):
         yield (
             f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
-        )
-    if "offload.nvme_path" in config.given and _is_packed(config):
-        yield (
-            f"offload.nvme_path={config.offload.nvme_path} has no effect with inference.model={config.inference.model}, which is packed "
-            "and read where it is: leave it out"
         )
     tier = config.offload.optimizer
     if tier is Tier.cpu:
@@ -123,33 +98,25 @@ def _own_module_faults(config: Config) -> Iterator[str]:
     )
 
 
-def _adapter_faults(config: Config) -> Iterator[str]:
-    chosen, form = config.inference.adapters, "use inference.adapters={NAME: FOLDER}"
-    if chosen is None:
-        return
-    if not isinstance(chosen, Mapping) or not chosen or not all(isinstance(path, str) for path in chosen.values()):
-        yield f"inference.adapters={written(chosen)}: must name a folder for each adapter; {form}"
-        return
-    if _is_packed(config):
+def _packed_faults(config: Config) -> Iterator[str]:
+    """Yields faults of a folder with packed weights, which are final and read where they are."""
+    inference, model = config.inference, f"inference.model={config.inference.model}"
+    if config.topology.tensor > 1:
         yield (
-            f"inference.adapters={{{', '.join(map(str, chosen))}}} with inference.model={config.inference.model}, whose packed weights are "
-            "final: name the model that was packed"
+            f"{model} with topology.tensor={config.topology.tensor}: packed folders have full layers; name the model that was packed, of which "
+            "each rank packs its part"
         )
-    cache_dtype = config.inference.cache_dtype
-    yield from adapter_faults(
-        chosen, cache_dtype=None if cache_dtype is None else cache_dtype.value, streams=streams_layers(config)
-    )
-
-
-def _calibration_faults(config: Config) -> Iterator[str]:
-    path, weights = config.inference.calibration, config.inference.weights
-    if path is None:
-        return
-    yield from calibration_faults(None if weights is None else weights.value, adapters=config.inference.adapters)
-    if _is_packed(config):
+    if "offload.nvme_path" in config.given:
         yield (
-            f"inference.calibration={path} with inference.model={config.inference.model}, whose packed weights are final: pack the model "
-            "with python -m ztk.serve pack --calibration FILE, or leave it out"
+            f"offload.nvme_path={config.offload.nvme_path} has no effect with {model}, which is packed and read where it is: leave it out"
+        )
+    if inference.adapters:
+        names = ", ".join(map(str, inference.adapters))
+        yield f"inference.adapters={{{names}}} with {model}, whose packed weights are final: name the model that was packed"
+    if inference.calibration is not None:
+        yield (
+            f"inference.calibration={inference.calibration} with {model}, whose packed weights are final: pack the model with python -m "
+            "ztk.serve pack --calibration FILE, or leave it out"
         )
 
 
@@ -160,20 +127,3 @@ def _is_packed(config: Config) -> bool:
     from ztk.inference.packed import MANIFEST  # imported late: it imports torch
 
     return Path(config.inference.model, MANIFEST).expanduser().is_file()
-
-
-def _held_out_faults(config: Config) -> Iterator[str]:
-    text, weights = config.inference.held_out, config.inference.weights
-    if text is not None and weights is WeightFormat.stored:
-        yield f"inference.held_out={text} has no effect with weights as stored: add weights=int8 or weights=int4, or leave it out"
-
-
-def _eval_faults(config: Config) -> Iterator[str]:
-    chosen = config.eval
-    if chosen.path is None and chosen.choices is None:
-        yield "task=eval: nothing is to be scored; name held-out text with eval.path=FILE, or questions with eval.choices=FILE.jsonl"
-    for name in ("path", "choices"):
-        if getattr(chosen, name) == []:
-            yield f"eval.{name}=[]: names no file; name one, or leave it out"
-    if chosen.seq_len is not None and chosen.stride is not None and chosen.stride >= chosen.seq_len:
-        yield f"eval.stride={chosen.stride}: must be below eval.seq_len={chosen.seq_len}, or tokens have nothing before them"

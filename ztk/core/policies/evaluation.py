@@ -1,12 +1,16 @@
 """Keys of `task=eval`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import COUNT, INT32_MAX, Range
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
 
 
 class EvalEngine(StrEnum):
@@ -21,6 +25,12 @@ _READS = When(
     "task=eval and eval.path=FILE",
     lambda config, machine: config.task.name == "eval" and config.eval.path is not None,
 )
+
+
+def _stride(config: "Config") -> Iterator[str]:
+    length, stride = config.eval.seq_len, config.eval.stride
+    if length is not None and stride is not None and stride >= length:
+        yield f"eval.stride={stride}: must be below eval.seq_len={length}, or tokens have nothing before them"
 
 
 @dataclass(kw_only=True)
@@ -54,6 +64,7 @@ class EvalConfig:
         range=COUNT,
         acts=_READS,
         optional=True,
+        contradicts=_stride,
     )
     engine: EvalEngine | None = key(
         "inference: one rank, or the ranks of topology.tensor; training: the engine that trains, in any layout, stage and tier; null: "

@@ -1,15 +1,18 @@
 """Keys of inference and sampling: how sequences share the engine, and how answers are sampled. Both validate ranges in one place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.key import Changes, When, key, tasks, written
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range
-from ztk.core.policies.runs import ANSWERING, infers, offloads
+from ztk.core.policies.runs import ANSWERING, infers, offloads, streams_layers
 from ztk.core.policies.tier import Tier
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
 
 WEIGHTS = ("stored", "int8", "int4")
 BLOCK_WEIGHTS = (*WEIGHTS, "bf16", "fp8")  # of the engine over a cache of blocks
@@ -66,6 +69,27 @@ _DRAFTS = When(
     f"inference.draft_model=FOLDER, and {_PROMPTED.words}",
     lambda config, machine: _PROMPTED.test(config, machine) and config.inference.draft_model is not None,
 )
+
+
+def _adapters(config: "Config") -> Iterator[str]:
+    chosen, dtype = config.inference.adapters, config.inference.cache_dtype
+    if not isinstance(chosen, Mapping) or not chosen or not all(isinstance(path, str) for path in chosen.values()):
+        yield f"inference.adapters={written(chosen)}: must name a folder for each adapter; use inference.adapters={{NAME: FOLDER}}"
+        return
+    yield from adapter_faults(chosen, cache_dtype=dtype and dtype.value, streams=streams_layers(config))
+
+
+def _calibration(config: "Config") -> Iterator[str]:
+    weights = config.inference.weights
+    yield from calibration_faults(weights and weights.value, adapters=config.inference.adapters)
+
+
+def _held_out(config: "Config") -> Iterator[str]:
+    if config.inference.weights is WeightFormat.stored:
+        yield (
+            f"inference.held_out={config.inference.held_out} has no effect with weights as stored: add weights=int8 or weights=int4, or leave "
+            "it out"
+        )
 
 
 @dataclass(kw_only=True)
@@ -131,6 +155,7 @@ class InferenceConfig:
         acts=_PROMPTED,
         optional=True,
         paths=Paths(kind="folder", named=True, fix="name one that peft has saved, or a run with lora=adapter"),
+        contradicts=_adapters,
     )
     draft_model: str | None = key(
         "a smaller model with the same tokens, run folder or folder of transformers, which drafts when the look-up finds nothing; null: none",
@@ -152,6 +177,7 @@ class InferenceConfig:
         "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
         optional=True,
         paths=Paths(kind="file", fix="name a text, jsonl or parquet file, or leave it out"),
+        contradicts=_calibration,
     )
     cache: CacheKind | None = key(
         "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
@@ -186,6 +212,7 @@ class InferenceConfig:
         acts=_PROMPTED,
         optional=True,
         paths=Paths(kind="file", fix="name a text file, or leave it out"),
+        contradicts=_held_out,
     )
 
 

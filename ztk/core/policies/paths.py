@@ -3,7 +3,7 @@
 import glob
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from ztk.core.policies.records import record_of
 def absolute(path: str) -> str:
     """An absolute path, with ~ resolved."""
     return os.path.abspath(os.path.expanduser(path))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +39,17 @@ class Paths:
         if self.named:
             return {name: absolute(str(path)) for name, path in value.items()}
         if self.several:
-            return [absolute(str(path)) for path in (value if isinstance(value, list) else [value])]
+            return [absolute(str(path)) for path in _listed(value)]
         return value if value in self.words else absolute(value)
 
     def faults(self, value: Any, *, key: str) -> Iterator[str]:
         """One line per path that does not exist."""
-        if self.named:
-            named = value.items() if isinstance(value, Mapping) else ()
-            entries: Iterable[tuple[str, Any]] = [(f"{key}.{name}", path) for name, path in named]
-        else:
-            entries = [(key, path) for path in (value if isinstance(value, list) else [value])]
+        if value == []:
+            yield f"{key}=[]: names no file; {self.fix}"
+        entries = value.items() if isinstance(value, Mapping) else [("", path) for path in _listed(value)]
         for name, path in entries:
             if str(path) not in self.words and (reason := self._reason(str(path))):
-                yield f"{name}={path}: {reason}"
+                yield f"{f'{key}.{name}' if name else key}={path}: {reason}"
 
     def _reason(self, path: str) -> str:
         place, here = os.path.expanduser(path), f"(from {os.getcwd()})"
@@ -103,12 +105,12 @@ class ObjectNames:
             entry | {"function": self._absolute_name(entry["function"])}
             if isinstance(entry, dict)
             else self._absolute_name(entry)
-            for entry in (value if isinstance(value, list) else [value])
+            for entry in _listed(value)
         ]
 
     def faults(self, value: Any, *, key: str) -> Iterator[str]:
         """One line per entry of another form, without a finite weight, or in a file that does not exist."""
-        for entry in value if isinstance(value, list) else [value]:
+        for entry in _listed(value):
             if isinstance(entry, str):
                 yield from self._name_faults(entry, key=key)
             elif (
