@@ -76,3 +76,15 @@ def test_contradictions_are_refused_with_the_way_out(run):
         check_resumed(compose(f"checkpoint.resume={run}", "optimizer.lr=1e-3", **given))
     with pytest.raises(ConfigError, match=r"task=sft: the checkpoint's run has task=pretrain .*warm_start.path"):
         check_resumed(compose(f"checkpoint.resume={run}", "task=sft", "data=chat", "data.path=null", **given))
+
+
+def test_an_environment_of_a_resumed_run_keeps_its_folder(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text("class Env: pass\n")
+    words = ("task=grpo", "rollout.environment=mine.py:Env")
+    monkeypatch.chdir(tmp_path)
+    save(compose(*words, output_dir=run, machine=CPU), path=run / "config.yaml")
+    (run / "overrides.json").write_text(json.dumps(dict(word.split("=") for word in words)))
+    taken = take_run_words([f"checkpoint.resume={run}"]).taken
+    assert any(word.startswith("rollout.environment=") and f"{tmp_path}/mine.py:Env" in word for word in taken)
