@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.model import ModelInit
-from ztk.core.policies.runs import is_hugging_face
+from ztk.core.policies.runs import AUTO, is_hugging_face
 
 _TASKS = (
     "sft",
@@ -44,7 +44,7 @@ def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
             "model=hf model.path=FOLDER, or lora=none"
         )
         return
-    if not warm.steps and warm.path is None and config.checkpoint.resume in (None, "auto"):
+    if not warm.steps and warm.path is None and config.checkpoint.resume in (None, AUTO):
         yield (
             f"lora.rank={rank}: adapters on random frozen weights learn little; use warm_start.path=RUN, the folder of a run with the same "
             "model, or lora=none"

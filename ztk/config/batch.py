@@ -10,8 +10,6 @@ from ztk.core.policies.pipeline import interleaved_faults
 from ztk.core.policies.runs import infers
 from ztk.core.policies.topology import PipelineSchedule
 
-AUTO = "auto"  # value of checkpoint.resume: the run folder's own latest checkpoint, if there is one
-
 
 def settle_batch(config: Config, *, recorded: Config | None) -> None:
     """Settles `train.global_batch_size` and `train.accumulation_steps`. The number of ranks must be settled already.

@@ -5,8 +5,8 @@ The option files have learning rates for small models.
 
 import os
 
-from ztk.config.batch import AUTO, forwards_of, settle_batch
-from ztk.config.effects import null_inactive_keys, settle_parameter_tier
+from ztk.config.batch import forwards_of, settle_batch
+from ztk.config.effects import null_inactive_keys
 from ztk.config.errors import ConfigError
 from ztk.config.keys import derive, fill, read, run_keys, write
 from ztk.config.record import load
@@ -15,11 +15,13 @@ from ztk.core.policies.align import WITHOUT_REFERENCE, DpoReferenceName
 from ztk.core.policies.config import Config
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.offload import ParameterTier
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.paths import absolute
 from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ALIGNING,
+    AUTO,
     device_of,
     holds_nothing_out,
     infers,
@@ -113,7 +115,7 @@ def _derive_metric(config: Config) -> None:
 
 def settle(config: Config, *, machine: Machine) -> None:
     """Sets keys without a value to values with their reasons, and keys without effect to None. The rules must hold already."""
-    settle_parameter_tier(config)
+    _settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)
     _settle_launch(config, machine=machine)
     settle_batch(config, recorded=_continued(config))
@@ -128,6 +130,13 @@ def settle(config: Config, *, machine: Machine) -> None:
     fill(config, key="scheduler.rise_steps", value=max(1, steps // 2), reason="train.steps / 2")
     fill(config, key="scheduler.step_size", value=max(1, steps // 10), reason="train.steps / 10")
     null_inactive_keys(config, machine=machine)  # also values without effect that were just set
+
+
+def _settle_parameter_tier(config: Config) -> None:
+    """Replaces `auto` by the optimizer states' tier if parameters are sharded, and else by the device."""
+    if config.offload.parameters is ParameterTier.auto:
+        sharded = config.zero.stage == 3
+        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")
 
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:

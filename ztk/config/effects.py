@@ -11,7 +11,6 @@ from ztk.config.own import is_own_key
 from ztk.core.policies.config import Config
 from ztk.core.policies.key import without_effect, written
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.offload import ParameterTier
 from ztk.core.policies.ranges import shown
 
 
@@ -50,10 +49,3 @@ def null_unused_defaults(config: Config, *, machine: Machine) -> None:
     for name, key in run_keys().items():
         if name not in config.given and key.default is not None and key.acts and not key.acts.test(config, machine):
             write(config, key=name, value=None)
-
-
-def settle_parameter_tier(config: Config) -> None:
-    """Replaces `auto` by the optimizer states' tier if parameters are sharded, and else by the device."""
-    if config.offload.parameters is ParameterTier.auto:
-        sharded = config.zero.stage == 3
-        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")

@@ -7,7 +7,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ztk.config.batch import AUTO
 from ztk.config.errors import ConfigError
 from ztk.config.keys import flatten
 from ztk.config.record import load
@@ -16,6 +15,7 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.experiment import changes_numbers, is_counted
 from ztk.core.policies.key import written
 from ztk.core.policies.records import record_of, run_record
+from ztk.core.policies.runs import AUTO
 from ztk.core.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ztk.config.batch import AUTO
 from ztk.config.keys import named_by, read, run_keys
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 from ztk.core.launch import quoted
 from ztk.core.policies.records import run_record
+from ztk.core.policies.runs import AUTO
 
 _RESUME = "checkpoint.resume="
 # Keys that the new command decides itself. The global batch of the run's configuration determines the accumulation steps.

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ztk.config.batch import AUTO
 from ztk.config.keys import derive
 from ztk.config.other_models import is_text_model
 from ztk.config.text import have_same_tokenizer, open_tokenizer, tokenizer_of_run
@@ -13,7 +12,7 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelInit
-from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face, reads_lines
+from ztk.core.policies.runs import AUTO, TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face, reads_lines
 
 _SLOW = (
     "tokenizer_config.json",

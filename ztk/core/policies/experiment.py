@@ -5,6 +5,7 @@ from typing import Any
 
 from ztk.core.policies.config import Config
 from ztk.core.policies.key import Changes, changes_of, declared_keys
+from ztk.core.policies.runs import AUTO
 
 
 def is_counted(key: str, *, value: Any, counted: frozenset[str] = frozenset()) -> bool:
@@ -12,7 +13,7 @@ def is_counted(key: str, *, value: Any, counted: frozenset[str] = frozenset()) -
     counted: further keys that are part of this experiment."""
     if value is None:
         return False
-    if key in counted or (key == "checkpoint.resume" and value != "auto"):
+    if key in counted or (key == "checkpoint.resume" and value != AUTO):
         return True
     return _changes(key) is not Changes.nothing
 

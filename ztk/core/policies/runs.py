@@ -21,6 +21,7 @@ ANSWER_TASKS = ("sft", "distill")  # tasks whose examples are single answers
 TEXT = ("stdlib", "files")
 RECORDS = ("chat", "preferences")
 BYTES, TRAIN = "bytes", "train"
+AUTO = "auto"  # value of checkpoint.resume: the run folder's own latest checkpoint, if there is one
 HUGGING_FACE = "hf"
 
 

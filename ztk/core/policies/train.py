@@ -10,7 +10,7 @@ from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
-from ztk.core.policies.runs import ALIGNING, ANSWERING, draws, holds_out, reads_lines, reads_records, trains
+from ztk.core.policies.runs import ALIGNING, ANSWERING, AUTO, draws, holds_out, reads_lines, reads_records, trains
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -401,7 +401,7 @@ class CheckpointConfig:
         changes=Changes.nothing,
         paths=Paths(
             kind="run",
-            words=("auto",),
+            words=(AUTO,),
             fix="name a run folder with checkpoints, or checkpoint.resume=auto for the run's own, or leave it out",
         ),
     )
