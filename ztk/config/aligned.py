@@ -9,13 +9,13 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 from ztk.core.policies.rollout import RolloutEngineName
-from ztk.core.policies.runs import ALIGNING, device_of, distills_draws, draws, is_hugging_face
+from ztk.core.policies.runs import aligns, device_of, distills_draws, draws, is_hugging_face
 from ztk.core.policies.topology import PipelineSchedule
 
 
 def aligned_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """Yields one line per fault, with its fix."""
-    if not draws(config) and config.task.name not in ALIGNING:
+    if not aligns(config):
         return
     yield from padded_expert_faults(config)
     yield from _warm_start_faults(config, machine=machine)

@@ -22,6 +22,7 @@ from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ALIGNING,
     AUTO,
+    aligns,
     device_of,
     holds_nothing_out,
     infers,
@@ -105,7 +106,7 @@ def active_parameters(model: ModelConfig) -> int:
 def _derive_metric(config: Config) -> None:
     """Sets the metric that ranks checkpoints."""
     task, saved = config.task.name, config.checkpoint
-    if task not in (*ALIGNING, "grpo", "ppo") or not (saved.keep_best or config.train.patience is not None):
+    if not aligns(config) or not (saved.keep_best or config.train.patience is not None):
         return
     metric = "validation_loss" if task in ALIGNING else "eval_reward"
     fill(config, key="checkpoint.metric", value=metric, reason="held-out data are measured by it")

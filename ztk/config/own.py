@@ -1,14 +1,14 @@
 """The user's objects and keys: nodes with a `_target_`, as in Hydra, and the group `user`.
 
-A section with a `_target_` holds the arguments of one object, and none of ztk's keys except those in `KEPT`. Its node is stored in
-`Config.own`, and the typed section gets the neutral values of `_NEUTRAL`, which satisfy every rule.
+A section with a `_target_` holds the arguments of one object, and only those of ztk's keys that `OBJECTS` keeps. Its node is stored in
+`Config.own`, and the typed section gets neutral values, which satisfy every rule.
 """
 
 import importlib
 import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -25,39 +25,57 @@ FREE = {
     "loss": "An own loss: loss._target_=MODULE.NAME, a function or class that takes the model's outputs and the batch's targets.",
 }
 _ENDLESS = 1 << 30
-# Values of a section that a user's object replaces.
-_NEUTRAL: dict[str, dict[str, Any]] = {
-    "model": {"vocab_size": 256, "dim": 0, "layers": _ENDLESS, "heads": 0, "kv_heads": 0, "max_seq_len": _ENDLESS},
-    "data": {"name": "synthetic", "seq_len": 0},
-    "optimizer": {"name": "adamw", "lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0},
-    "scheduler": {"name": "constant", "warmup_steps": 0},
-    "reward": {},
-    "task": {"name": "pretrain", "module": "experiments.pretrain"},
-}
-# Keys of ztk that also apply to a user's object.
-KEPT = {
-    "optimizer": ("clip_grad_norm", "skip_unused"),
-    "reward": tuple(vars(RewardConfig())),
-    "task": ("name", "module"),
-}
-_READ = {"model": ("vocab_size",), "data": ("seq_len",), "optimizer": ("lr",)}  # keys of the node that ztk also reads
-OBJECTS = (*_NEUTRAL, "loss", CALLBACKS)  # sections that may be objects
-# Number of positional arguments that ztk passes before the node's keys.
-_PASSED = {"optimizer": 1, "task": 1}
-_TASKS = {
-    "model": ("pretrain", "plan"),
-    "data": ("pretrain", "plan"),
-    "loss": ("pretrain", "plan"),
-    "optimizer": ("pretrain", "plan"),  # other tasks build ztk's own
-    CALLBACKS: ("pretrain",),
-    "reward": ("grpo", "ppo"),
+_TRAINING = ("pretrain", "plan")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Object:
+    """A section that may hold an object of the user's.
+
+    tasks: the tasks that use the object; () for all. neutral: the values of ztk's section with an object. kept: keys of ztk that then apply,
+    too. read: keys of the node that ztk also reads. passed: number of positional arguments that ztk passes before the node's keys.
+    """
+
+    tasks: tuple[str, ...] = ()
+    neutral: dict[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    passed: int = 0
+
+
+OBJECTS = {
+    "model": _Object(
+        tasks=_TRAINING,
+        neutral={
+            "vocab_size": 256,
+            "dim": 0,
+            "layers": _ENDLESS,
+            "heads": 0,
+            "kv_heads": 0,
+            "max_seq_len": _ENDLESS,
+        },
+        read=("vocab_size",),
+    ),
+    "data": _Object(tasks=_TRAINING, neutral={"name": "synthetic", "seq_len": 0}, read=("seq_len",)),
+    "optimizer": _Object(
+        tasks=_TRAINING,  # other tasks build ztk's own
+        neutral={"name": "adamw", "lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0},
+        kept=("clip_grad_norm", "skip_unused"),
+        read=("lr",),
+        passed=1,
+    ),
+    "scheduler": _Object(neutral={"name": "constant", "warmup_steps": 0}),
+    "reward": _Object(tasks=("grpo", "ppo"), kept=tuple(vars(RewardConfig()))),
+    "task": _Object(neutral={"name": "pretrain", "module": "experiments.pretrain"}, kept=("name", "module"), passed=1),
+    "loss": _Object(tasks=_TRAINING),
+    CALLBACKS: _Object(tasks=("pretrain",)),
 }
 
 
 def is_own_key(config: Config, *, key: str) -> bool:
     """Returns whether `key` belongs to a user's object."""
     section, _, name = key.partition(".")
-    return section in config.own and name not in KEPT.get(section, ())
+    return section in config.own and name not in OBJECTS[section].kept
 
 
 def take_user(choices: DictConfig) -> list[str]:
@@ -97,23 +115,23 @@ def take_objects(values: dict[str, Any]) -> dict[str, Any]:
     place.
     """
     own = {}
-    for section in OBJECTS:
+    for section, kind in OBJECTS.items():
         node = values.get(section)
         if section in FREE:
             values.pop(section, None)
             if node:
                 own[section] = node
         elif isinstance(node, Mapping) and TARGET in node:
-            kept = {key: value for key, value in node.items() if key in KEPT.get(section, ()) and value is not None}
-            own[section] = {key: value for key, value in node.items() if key not in KEPT.get(section, ())}
-            read = {key: node[key] for key in _READ.get(section, ()) if isinstance(node.get(key), int | float)}
+            kept = {key: value for key, value in node.items() if key in kind.kept and value is not None}
+            own[section] = {key: value for key, value in node.items() if key not in kind.kept}
+            read = {key: node[key] for key in kind.read if isinstance(node.get(key), int | float)}
             named = {"name": str(node[TARGET])} if section == "model" else {}
             unset = {
                 key: None
                 for key, hint in get_type_hints(get_type_hints(Config)[section]).items()
                 if type(None) in get_args(hint)
             }
-            values[section] = unset | _NEUTRAL[section] | named | kept | read
+            values[section] = unset | kind.neutral | named | kept | read
     return own
 
 
@@ -124,20 +142,20 @@ def written_user(user: Any) -> dict[str, Any]:
 
 
 def nodes_of(config: Config) -> dict[str, Any]:
-    """Returns section -> its keys for all objects of the user, including `KEPT`."""
+    """Returns section -> its keys for all objects of the user, including those that `OBJECTS` keeps."""
     found: dict[str, Any] = {}
     for section, node in config.own.items():
-        kept = {} if section in FREE else {key: getattr(getattr(config, section), key) for key in KEPT.get(section, ())}
+        kept = {key: getattr(getattr(config, section), key) for key in OBJECTS[section].kept}
         found[section] = node | {key: value for key, value in kept.items() if value is not None}
     return found
 
 
 def own_faults(config: Config) -> Iterator[str]:
     """Yields one line per object that this run does not use, that cannot be imported, or that does not accept its keys."""
-    for section, tasks in _TASKS.items():
-        if section in config.own and config.task.name not in tasks:
-            yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
     for section, node in config.own.items():
+        tasks = OBJECTS[section].tasks
+        if tasks and config.task.name not in tasks:
+            yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
         if section == CALLBACKS:
             for name, entry in callback_nodes(node).items():
                 yield from _node_faults(f"{CALLBACKS}.{name}" if name else CALLBACKS, node=entry)
@@ -182,11 +200,11 @@ def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> It
     complete = inspect.isclass(found) and not node.get("_partial_") and "_args_" not in node and section != "scheduler"
     passed = {"share": None} if section == "data" and "share" in signature.parameters else {}
     try:
-        positional = [None] * _PASSED.get(section, 0)
+        positional = [None] * (OBJECTS[section].passed if section in OBJECTS else 0)
         (signature.bind if complete else signature.bind_partial)(*positional, **(keys | passed))
     except TypeError as error:
         taken = ", ".join(name for name in signature.parameters if name != "self")
-        usual = "keyword argument 'name'" in str(error) and section in _NEUTRAL
+        usual = "keyword argument 'name'" in str(error) and section in OBJECTS and section not in FREE
         fix = (
             f"; take ztk's option away by {section}=own, in an option file `override /{section}: own`" if usual else ""
         )

@@ -29,8 +29,8 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.runs import (
-    ALIGNING,
     TEXT,
+    aligns,
     by_training,
     device_of,
     has_tokenizer,
@@ -122,7 +122,7 @@ def _compared_engines(config: Config, machine: Machine) -> Iterator[str]:
         yield (
             f"zero={name}: task=plan traces ztk's own engine; use zero={stage} plan.way=eager, which has {peer}'s memory and traffic"
         )
-    elif task in (*ALIGNING, "grpo", "ppo"):
+    elif aligns(config):
         yield f"zero={name}: is there to compare with, and task={task} needs ztk's; use zero=stage0 to stage3"
     elif by_training(config):
         yield f"zero={name} is there to compare training with; use zero=stage0 to stage3"

@@ -55,6 +55,11 @@ def draws(config: "Config") -> bool:
     return config.task.name in ("grpo", "ppo")
 
 
+def aligns(config: "Config") -> bool:
+    """Whether the task aligns a model, by records or by answers that are drawn."""
+    return config.task.name in ALIGNING or draws(config)
+
+
 def distills_draws(config: "Config") -> bool:
     """Whether some steps of task=distill take answers that are drawn in place of the data's."""
     return config.task.name == "distill" and bool(config.distill.fraction or config.distill.seq_kd)

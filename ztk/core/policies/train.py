@@ -10,7 +10,7 @@ from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
-from ztk.core.policies.runs import ALIGNING, ANSWERING, AUTO, draws, holds_out, reads_lines, reads_records, trains
+from ztk.core.policies.runs import ANSWERING, AUTO, aligns, draws, holds_out, reads_lines, reads_records, trains
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -74,14 +74,11 @@ _SAVES_BEST = When(
 )
 _JUDGES = When(
     "task=sft, reward, dpo, distill, grpo or ppo",
-    lambda config, machine: config.task.name in (*ALIGNING, "grpo", "ppo"),
+    lambda config, machine: aligns(config),
 )
 _RANKS = When(
     "task=sft, reward, dpo, distill, grpo or ppo with checkpoint.keep_best or train.patience",
-    lambda config, machine: (
-        config.task.name in (*ALIGNING, "grpo", "ppo")
-        and bool(config.checkpoint.keep_best or config.train.patience is not None)
-    ),
+    lambda config, machine: aligns(config) and bool(config.checkpoint.keep_best or config.train.patience is not None),
 )
 _LOGS = When("logger=offline, online, tensorboard or csv", lambda config, machine: config.logger.mode != "disabled")
 _TO_WANDB = When("logger=offline or online", lambda config, machine: config.logger.mode in ("offline", "online"))
@@ -222,7 +219,7 @@ def _elastic(config: "Config") -> Iterator[str]:
         yield (
             "launch.elastic=true cannot continue without checkpoints: use checkpoint=periodic, or checkpoint.every=N"
         )
-    if launch.elastic and config.task.name in (*ALIGNING, "grpo", "ppo"):
+    if launch.elastic and aligns(config):
         yield f"launch.elastic=true: task={config.task.name} does not go on with fewer ranks by itself; use launch.elastic=false"
 
 
