@@ -289,6 +289,7 @@ def test_what_does_not_fit_together_names_the_fix(overrides, fix):
         ("optimizer.lr=inf", "must be 0 or more and finite"),
         ("optimizer.lr=nan", "must be 0 or more and finite"),
         ("optimizer.eps=inf", "must be above 0 and finite"),
+        ("hardware.curves={product: [[1,2]]}", "must be a table in an option file or null"),
         ("optimizer.eps=1e308", "also in float32"),
         ("optimizer.weight_decay=1e308", "also in float32"),
         ("optimizer.clip_grad_norm=1e308", "also in float32"),

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, holds_int, holds_number, line_keys, named_by, section_of
+from ztk.config.keys import expected, holds_int, holds_number, holds_table, line_keys, named_by, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET, USER
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.policies.suggest import did_you_mean
@@ -273,6 +273,9 @@ def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:
     for piece in _pieces(key, value):
         if holds_number(hint) and not piece.isascii():
             yield f"{key}={piece}: must be {expected(hint)}, with the digits 0 to 9"
+            continue
+        if piece.startswith("{") and holds_table(hint):
+            yield f"{key}={piece}: must be {expected(hint)}"
             continue
         text = _whole_number(piece) if holds_int(hint) else piece
         try:

@@ -118,6 +118,8 @@ def expected(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"  # excludes aliases
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or path"}
+    if typing.get_origin(hint) is dict:
+        return "a table in an option file"  # Hydra cannot merge a table of the command line into null
     return words.get(hint, "a list of numbers" if typing.get_origin(hint) is list else "a value")
 
 
@@ -125,6 +127,11 @@ def holds_number(hint: Any) -> bool:
     """Returns whether a key of this type takes a number or a list of numbers."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(kind in (int, float) or typing.get_origin(kind) is list for kind in kinds)
+
+
+def holds_table(hint: Any) -> bool:
+    """Returns whether a key of this type takes a mapping."""
+    return any(typing.get_origin(kind) is dict for kind in typing.get_args(hint))
 
 
 def holds_int(hint: Any) -> bool:
