@@ -17,7 +17,6 @@ from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.offload import ParameterTier
 from ztk.core.policies.optimizer import OptimizerName
-from ztk.core.policies.paths import absolute
 from ztk.core.policies.records import record_of, run_record
 from ztk.core.policies.runs import (
     ALIGNING,
@@ -192,8 +191,6 @@ def _settle_paths(config: Config) -> None:
     for name, key in run_keys().items():
         if key.paths is not None and (value := read(config, key=name)) is not None:
             write(config, key=name, value=key.paths.absolute(value))
-    if config.offload.nvme_path is not None:
-        config.offload.nvme_path = absolute(config.offload.nvme_path)
-    elif not infers(config):  # packed weights are deleted after the run, unless the user names a folder
+    if not infers(config):  # packed weights are deleted after the run, unless the user names a folder
         path = os.path.join(config.output_dir, "nvme")
         fill(config, key="offload.nvme_path", value=path, reason="the run folder")

@@ -54,7 +54,7 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
         if is_replaced or key in left or key.startswith("sweep."):
             continue
         declared = run_keys().get(key)
-        is_path = key == "offload.nvme_path" or (declared is not None and declared.paths is not None)
+        is_path = declared is not None and declared.paths is not None
         absolute = read(config, key=key) if is_path else None  # paths may be relative to where the run was started
         text = value if absolute is None else _written(absolute)
         taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)

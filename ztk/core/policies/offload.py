@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import INT64_MAX, PART, Range, member, refuse
 from ztk.core.policies.runs import ANSWERING, device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
@@ -64,6 +65,7 @@ class OffloadConfig:
         acts=_ANY_NVME,
         optional=True,
         changes=Changes.nothing,
+        paths=Paths(),
     )
     buffer_count: int | None = key(
         "buffers of the pool through which shards pass",
