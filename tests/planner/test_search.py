@@ -277,8 +277,9 @@ def test_the_rough_order_of_7_billion_parameters_is_that_of_their_plans(tmp_path
 
 
 @pytest.mark.slow
-def test_the_first_four_layouts_are_the_best_of_a_full_trace(tmp_path):
-    """All layouts of a model with 4 blocks on two ranks, without offload and recomputation."""
+def test_the_first_three_layouts_are_the_best_of_a_full_trace(tmp_path):
+    """All layouts of a model with 4 blocks on two ranks, without offload and recomputation. The fourth and the fifth of the trace differ by
+    0.2 %, which rough seconds cannot tell apart."""
     words = ("task=plan", "hardware=h100", "model=7b", "model.layers=4", "launch.ranks=2", "data=synthetic")
     words += ("data.seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=16")
     config = compose(*words, output_dir=tmp_path, machine=CPU)
@@ -291,9 +292,9 @@ def test_the_first_four_layouts_are_the_best_of_a_full_trace(tmp_path):
 
     planned = {layout: seconds(layout) for layout in grid}
     rough = {layout: rough_seconds(layout, work=work) for layout in grid}
-    fourth = sorted(planned.values())[3]
-    traced = sorted(grid, key=lambda layout: (rough[layout], layout.overrides))[:4]
-    assert all(planned[layout] <= fourth * (1 + 1e-3) for layout in traced)  # several layouts may take as long
+    best = sorted(grid, key=planned.__getitem__)[:3]
+    assert sorted(grid, key=rough.__getitem__)[:3] == best
+    assert [rough[layout] for layout in best] == pytest.approx([planned[layout] for layout in best], rel=0.01)
 
 
 def test_linear_layers_in_fp8_are_ranked_at_its_rate(tmp_path):

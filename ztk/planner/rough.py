@@ -18,9 +18,11 @@ from ztk.planner.reached import device_seconds
 # Overlapped updates and copies slow the forward down, and copies from disk slow it more: offload only if the states do not fit.
 _OFFLOAD_COST = {"none": 1.0, "cpu": 1.1, "nvme": 1.2}
 _LOCAL_GRADIENTS = PipelinePolicy().max_local_gradients
-# Elements that the forward and the backward of a block read and write per element of the residual stream: two norms with their residuals;
-# rotary positions, per element of queries and keys; the gate, per element of the hidden width.
-_NORMS, _ROTARY, _GATE = (8, 14), (2, 2), (3, 6)
+# Elements that the forward and the backward of a block read and write per element of the residual stream: two norms, two additions to the
+# stream, and in the backward five additions of gradients; rotary positions, per element of queries and keys; the gate, per element of the
+# hidden width.
+_NORMS, _ROTARY, _GATE = (10, 21), (2, 2), (3, 6)
+_LOSS = 3  # the same per logit
 
 
 def rough_seconds(layout: Layout, *, work: Workload) -> float:
@@ -44,7 +46,7 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
     # during the first forward; else the step waits for the update
     hidden = compute / forwards / 3 if layout.stage == 3 else 0.0
     compute = compute * _bubble(layout, work=work) + _messages(layout, work=work)
-    compute += shard * _updated(layout, work=work) / hardware.memory_bandwidth
+    compute += shard * _updated(layout, work=work) / (hardware.memory_bandwidth * hardware.memory_share)
     return max(compute + max(0.0, host - hidden), wire, pcie, disk) * _OFFLOAD_COST[layout.offload]
 
 
@@ -154,7 +156,10 @@ def _rows(layout: Layout, *, work: Workload) -> float:
         for norms, rotary, gate in zip(_NORMS, _ROTARY, _GATE, strict=True)
     )
     moved = forward * (1 if layout.recompute == "none" else 2) + backward
-    nbytes = moved * work.tokens(layout) * work.dim * work.parameter_bytes * work.layers / layout.pipeline
+    elements = (
+        moved * work.dim * work.layers / layout.pipeline + _LOSS * work.vocabulary / layout.tensor / layout.pipeline
+    )
+    nbytes = elements * work.tokens(layout) * work.parameter_bytes
     return nbytes / (hardware.memory_bandwidth * hardware.memory_share)
 
 
@@ -227,7 +232,9 @@ def _ring(layout: Layout, *, work: Workload) -> float:
 def _attention(layout: Layout, *, work: Workload) -> float:
     """Seconds of the products of queries, keys and values, with which the ring's transfers overlap. As `reached.device_seconds`."""
     hardware, length = work.hardware, work.seq_len / layout.context
-    again = 4 / 3 if layout.recompute == "full" else 1.0
+    again = (
+        4.5 / 3 if layout.recompute == "full" else 3.5 / 3
+    )  # the backward has five products to the two of the forward
     flops = work.attention_flops * work.global_batch * work.seq_len / work.ranks * again
     causal = 0.5 if hardware.attention_share < 1 else 1.0
     share = hardware.attention_share * length / (length + hardware.attention_length)
