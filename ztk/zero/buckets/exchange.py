@@ -43,10 +43,9 @@ class Exchange:
     def invalidate(self) -> None:
         """Invalidates cached copies of the shards, because the shards have new values."""
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether gathered parameters have the same bits as their shards."""
-        return True
+    def rounds(self, *, is_exact: bool) -> bool:
+        """Whether the parameters of `gather` have other bits than their shards."""
+        return False
 
 
 class QuantizedCollectives(Exchange):
@@ -71,7 +70,7 @@ class QuantizedCollectives(Exchange):
         self._copy_is_current = False
 
     def gather(self, full: Tensor, *, label: str, fetch: Fetch, is_exact: bool = False) -> Pending:
-        if is_exact and self._weights is not None and self._weights.is_repeated:
+        if self._weights is not None and not self.rounds(is_exact=is_exact):
             return super().gather(full, label=label, fetch=fetch)
         if self._copy_is_current:  # no fetch: nothing would wait for it, and it would overwrite `full` later
             assert self._intra_node is not None
@@ -110,9 +109,8 @@ class QuantizedCollectives(Exchange):
     def invalidate(self) -> None:
         self._copy_is_current = False
 
-    @property
-    def is_exact(self) -> bool:
-        return self._weights is None
+    def rounds(self, *, is_exact: bool) -> bool:
+        return self._weights is not None and not (is_exact and self._weights.is_repeated)
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         if not self._policy.quantized_gradients:

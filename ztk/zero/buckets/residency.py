@@ -132,7 +132,7 @@ class Residency:
         """
         if self.state is not ParameterState.sharded:
             return
-        self._is_rounded = not (is_exact or self._exchange.is_exact)
+        self._is_rounded = self._exchange.rounds(is_exact=is_exact)
         self.full = self._pool.acquire(self._layout.size, dtype=self._traits.dtype)
         self._work = self._exchange.gather(
             self.full, label=self._traits.name, fetch=self.start_fetch, is_exact=is_exact
