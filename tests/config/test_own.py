@@ -117,6 +117,8 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
         (["model.dmi=3"], "model.dmi: there is no such key; did you mean model.dim"),
         (["loss.smoothing=3"], "loss: names no object: use loss._target_=MODULE.NAME"),
         (["user.a b=3"], "user.a b is no key"),
+        (["user.größe=3"], "user.größe is no key"),
+        (["user=3"], "user=3: write its keys one by one, user.KEY=value"),
         (["reward._target_=own_mine.halve"], "reward: an own one has no effect with task=pretrain"),
     ],
 )
@@ -146,6 +148,24 @@ def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
     assert described.options == {"strong": "Flips with p=0.5.", "weak": "Flips with p=0.1."}
     with pytest.raises(ConfigError, match="augment=none: there is no such option, only strong, weak"):
         compose("augment=none", output_dir="/tmp/own", folders=folders)
+    for name, text, said in (
+        (
+            "broken",
+            "a: [1,\n",
+            "expected the node content, but found '<stream end>' in \".*/augment/broken.yaml\", line 2",
+        ),
+        ("twice", "a: 1\na: 2\n", 'found duplicate key a in ".*/augment/twice.yaml", line 2'),
+        ("open", "p: ???\n", "user.augment.p: has no value; set it"),
+        ("1e3", "p: 1\n", "augment=1e3: the option's name reads as a value, .*rename its file"),
+    ):
+        write_option(tmp_path / "augment" / f"{name}.yaml", text=text)
+        with pytest.raises(ConfigError, match=said):
+            compose(f"augment={name}", output_dir="/tmp/own", folders=folders)
+    write_option(tmp_path / "my-aug" / "listed.yaml", text="- 1\n")
+    assert compose("my-aug=listed", "user.my-aug=[2]", output_dir="/tmp/own", folders=folders).user["my-aug"] == [2]
+    write_option(tmp_path / "2fast" / "mine.yaml", text="p: 1\n")
+    with pytest.raises(ConfigError, match="2fast: a group's name has .*; rename its folder"):
+        compose("2fast=mine", output_dir="/tmp/own", folders=folders)
     with pytest.raises(ConfigError, match="keys of your own are below user: user.mine.alpha=0.1"):
         compose("+mine.alpha=0.1", output_dir="/tmp/own")
     write_option(tmp_path / "train" / "mine.yaml", text="steps: 3\n")

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -121,7 +122,7 @@ class Session:
             compose_and_run()
         except Exception as error:
             raise_noted()
-            if isinstance(error, HydraException | OmegaConfBaseException):
+            if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
                 return self._refuse(configuration.refusal(error))
             if isinstance(error, ConfigError | RecordError):
                 return self._refuse(error)

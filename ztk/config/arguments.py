@@ -40,6 +40,7 @@ _WITH_VALUE = {
 }
 _INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*))?(=(?P<value>.*))?", re.DOTALL)
+_NAME = re.compile(r"[a-z_][\w-]*", re.ASCII | re.IGNORECASE)  # of a key or group in Hydra's grammar
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*", re.ASCII)
 
 
@@ -100,8 +101,10 @@ def read_option(path: Path) -> tuple[bool, dict[str, Any]]:
 
 @functools.cache
 def _read_option(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    return _OVERLAY_MARK in text, yaml.safe_load(text) or {}
+    with path.open(encoding="utf-8") as file:
+        text = file.read()
+        file.seek(0)
+        return _OVERLAY_MARK in text, yaml.safe_load(file) or {}  # an error names the file
 
 
 def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:
@@ -159,6 +162,10 @@ def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
     ]
     for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
         usual = ours / path.parent.name / path.name
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            faults.append(f"{path}: {error}; save the file as UTF-8")
         if usual.is_file() and usual.read_bytes() != path.read_bytes():
             word = f"{path.parent.name}={path.stem}"
             faults.append(
@@ -227,7 +234,7 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
             yield f"{override}: the key exists, write {key}={value}"
         else:
             yield from _value_faults(key, value, hint=known[key].hint)
-    elif any(name.startswith(f"{key}.") for name in known):
+    elif key in FREE or any(name.startswith(f"{key}.") for name in known):
         if sign or (value and value[0] not in "{$"):
             near = did_you_mean(near_keys(key, keys=known))
             yield f"{override}: write its keys one by one, {key}.KEY=value{near}"
@@ -240,8 +247,8 @@ def _free_faults(override: str, *, sign: str, key: str) -> Iterator[str]:
     value = override.partition("=")[2]
     if sign == "~":
         yield f"{override}: a key cannot be removed; set it, or leave it out"
-    elif not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
-        yield f"{override}: {key} is no key: names of letters, digits and _ with dots between them"
+    elif not all(_NAME.fullmatch(part) or (part.isascii() and part.isdecimal()) for part in key.split(".")):
+        yield f"{override}: {key} is no key: names of a to z, digits, _ and -, a letter first, with dots between them"
     else:
         try:
             OverridesParser.create().parse_override(override)
@@ -260,11 +267,16 @@ def _group_faults(
     if value in ("null", "") and group in ("experiment", "sweep", *FREE):
         return
     assert value is not None
+    if not _NAME.fullmatch(group):
+        yield f"{group}: a group's name has a to z, digits, _ and -, a letter first; rename its folder"
+        return
     for word in value.split(","):
         plain = re.fullmatch(r"[\w.-]*", word.strip())
         if plain and word.strip() not in options[group]:
             near = did_you_mean(near_options(word.strip(), group=group, options=options))
             yield f"{group}={word.strip()}: there is no such option, only {', '.join(options[group])}{near}"
+        elif plain and not isinstance(OverridesParser.create().parse_override(f"{group}={word}").value(), str):
+            yield f"{group}={word.strip()}: the option's name reads as a value, not as a text; rename its file, as in v{word.strip()}.yaml"
 
 
 def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -81,7 +82,7 @@ def compose(
                 overrides=[*arguments, f"output_dir={folder}", *([f"hydra.searchpath=[{places}]"] if folders else [])],
                 return_hydra_config=True,
             )
-    except HydraException as error:
+    except (HydraException, yaml.YAMLError) as error:
         raise refusal(error) from None
     with open_dict(choices):
         options = choices.pop("hydra").runtime.choices

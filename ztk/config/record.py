@@ -126,6 +126,7 @@ def without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tu
     """
     try:
         OmegaConf.resolve(choices)
+        unset = OmegaConf.missing_keys(choices)
         with open_dict(choices):
             user = choices.pop(USER, OmegaConf.create({}))
         values = OmegaConf.to_container(choices, resolve=True)
@@ -136,14 +137,21 @@ def without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tu
     if faults := nameless(values):
         raise ConfigError(faults)
     own = take_objects(values)
+    if missing := {key for key in unset if key.partition(".")[0] in (USER, *own)}:
+        raise ConfigError([f"{key}: has no value; set it, {key}=VALUE" for key in sorted(missing)])
     typed = OmegaConf.get_type(user) is not dict
     return OmegaConf.create(values), own, OmegaConf.to_object(user) if typed else user
 
 
-def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequence[str] = ()) -> ConfigError:
-    """Converts an error of Hydra or OmegaConf: removes the search path and the advice to add keys. overrides: contain the value at
-    fault.
+def refusal(
+    error: HydraException | OmegaConfBaseException | yaml.YAMLError, *, overrides: Sequence[str] = ()
+) -> ConfigError:
+    """Converts an error of Hydra, OmegaConf or an option file's YAML: removes the search path and the advice to add keys.
+
+    overrides: contain the value at fault.
     """
+    if isinstance(error, yaml.YAMLError):
+        return ConfigError([" ".join(str(error).split())])
     if isinstance(error, OmegaConfBaseException):
         reason = str(error).splitlines()[0]
         named = next((word for word in overrides if "${" in word), error.full_key)

@@ -68,7 +68,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
         values = {
             option: dict(flatten(own, prefix=f"{group}."))
             for option, (is_overlay, own) in read.items()
-            if not is_overlay
+            if not is_overlay and isinstance(own, dict)
         }
         values |= overlays
         keys = [key for key in line_keys() if key.startswith(f"{group}.")]
