@@ -17,6 +17,7 @@ from ztk.nn import Decoder
 from ztk.optim import TorchStep
 from ztk.parallel.pipeline import PipelineModule
 from ztk.train.engine import Engine
+from ztk.train.loop import Callback
 
 
 def own_model(config: Config) -> nn.Module:
@@ -169,5 +170,14 @@ def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
 
 
 def own_callbacks(config: Config) -> list[Any]:
-    """Returns the objects of `callbacks`, in order."""
-    return [instantiate(node) for node in callback_nodes(config.own.get("callbacks", {})).values()]
+    """Returns the objects of `callbacks`, in order. Raises ValueError for one that has no hook."""
+    hooks = [name for name in vars(Callback) if not name.startswith("_")]
+    found = []
+    for name, node in callback_nodes(config.own.get("callbacks", {})).items():
+        made = instantiate(node)
+        if not any(hasattr(made, hook) for hook in hooks):
+            raise ValueError(
+                f"callbacks.{name}={node['_target_']}: has none of the hooks {', '.join(hooks)}: write one"
+            )
+        found.append(made)
+    return found

@@ -90,7 +90,8 @@ def test_a_sweep_continues_after_a_failing_and_a_refused_job(tmp_path):
     found = [json.loads((record.parent / job["folder"] / "summary.json").read_text())["status"] for job in jobs]
     assert found == ["failed", "refused", "done"]
     assert "rank 1: ValueError: boom" in done.stdout and "zero=ddp has no offload" in done.stdout
-    assert "3 jobs" in done.stdout and "Traceback" not in done.stderr
+    assert "3 jobs" in done.stdout and done.stderr.count("Traceback") == 1
+    assert '/tasks/fake_task.py", line' in done.stderr  # a ValueError of the user's code is found by its file and line
 
 
 def test_an_interrupt_stops_a_sweep_at_once(tmp_path):

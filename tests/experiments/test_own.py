@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.user_objects import own_callbacks
 from tests.commands import run_command
+from ztk.config import compose
 from ztk.report.status import read_summary
 
 RESEARCH = Path(__file__).parents[2] / "examples" / "research"
@@ -68,7 +70,9 @@ def test_a_plan_of_an_own_model_counts_its_parameters(tmp_path):
     assert "per step" in planned["printed"]
 
 
-def test_the_optimizer_that_is_not_elementwise_is_refused(tmp_path):
+def test_objects_that_cannot_act_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="callbacks.mine=fractions.Fraction: has none of the hooks before_step, "):
+        own_callbacks(compose("callbacks.mine._target_=fractions.Fraction", output_dir=tmp_path))
     done = run_command(*OWN, *SMALL, "optimizer=normed", cwd=tmp_path)
     assert done.returncode == 2 and "optimizer=Normed: it is not elementwise" in done.stderr
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import ztk
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.help import requested_help
@@ -276,7 +278,7 @@ class Session:
                 self._say(str(error), *way_on(config, flags=self._flags))
                 return Status.interrupted
             write_failed_summary(folder, error=str(error))
-            if error.failure.kind not in _SELF_EXPLAINING:
+            if error.failure.kind not in _SELF_EXPLAINING or _is_of_user(error.failure.trace):
                 print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
             print_plan(folder, rank=error.failure.rank)
@@ -388,6 +390,15 @@ def _shown(flags: list[str]) -> str | None:
     return next(
         (value for flag, value in pairwise(joined) if flag in ("--cfg", "-c") and value in ("job", "all")), None
     )
+
+
+def _is_of_user(trace: str) -> bool:
+    """Returns whether the user's code raised an error, directly or in a library that it called."""
+    ours = tuple(str(Path(file).parent) + os.sep for file in (ztk.__file__, str(import_task("experiments").__file__)))
+    libraries = ("site-packages", os.path.dirname(os.__file__))
+    files = re.findall(r'^  File "([^<"]+)", line', trace, re.MULTILINE)
+    known = [file for file in files if file.startswith(ours) or not any(part in file for part in libraries)]
+    return bool(known) and not known[-1].startswith(ours)
 
 
 def _is_signal(code: object) -> bool:

@@ -52,8 +52,8 @@ class MicroBatch:
         """`loss`, one number of any shape, times the weight. Raises ValueError if the model's output is not a loss."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
-                "the model must return its loss, one number: give PipelineModule a loss_fn and each micro-batch its labels, the "
-                "decoder its targets"
+                "the model must return its loss, one number: let an own model or loss end with .mean(), give PipelineModule a loss_fn "
+                "and each micro-batch its labels, the decoder its targets"
             )
         return loss if self.weight == 1.0 else loss * self.weight
 
