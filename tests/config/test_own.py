@@ -9,12 +9,14 @@ from ztk.config import (
     Config,
     ConfigError,
     build_reference,
+    check_resumed,
     compose,
     conf_dir,
     differences,
     from_yaml,
     job_hash,
     parse_arguments,
+    save,
     to_yaml,
 )
 from ztk.report.sweep import as_written
@@ -86,12 +88,19 @@ def test_a_schema_types_the_users_keys_before_others_refer_to_them():
             composed("user._schema_=own_mine.Options", word)
 
 
-def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
+def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_path):
     config = composed(
-        "model._target_=own_mine.Model", "model.width=3", "scheduler._target_=own_mine.halve", "scheduler.every=2"
+        "train.steps=9",
+        "model._target_=own_mine.Model",
+        "model.width=3",
+        "scheduler._target_=own_mine.halve",
+        "scheduler.every=2",
     )
     assert config.own["model"] == {"_target_": "own_mine.Model", "width": 3}
     assert config.own["scheduler"] == {"_target_": "own_mine.halve", "every": 2}
+    save(config, path=tmp_path / "config.yaml")
+    config.checkpoint.resume = str(tmp_path / "checkpoints" / "step-000001")
+    check_resumed(config)
     config = composed("task._target_=own_mine.main", "task.greeting=hi")
     assert config.own["task"] == {"_target_": "own_mine.main", "greeting": "hi"} and config.task.name == "pretrain"
 

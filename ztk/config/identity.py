@@ -73,7 +73,7 @@ def check_resumed(config: Config) -> None:
         )
     before, after = dict(_values(old)), dict(_values(new))
     if _warmup_follows_steps(old) and _warmup_follows_steps(new):
-        before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
+        before["scheduler.warmup_steps"] = after.get("scheduler.warmup_steps")  # none with an own schedule
     if _decay_follows_steps(old) and _decay_follows_steps(new):
         before["scheduler.decay_steps"] = after["scheduler.decay_steps"]
     if have_same_tokenizer(record.parent / "tokenizer", other=Path(new.data.tokenizer or "")):
