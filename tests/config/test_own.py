@@ -46,6 +46,8 @@ def main(config, greeting="hello"): ...
 def modules(tmp_path, monkeypatch):
     (tmp_path / "own_mine.py").write_text(MINE)
     (tmp_path / "own_broken.py").write_text("import json\n\nimport no_such_module\n")
+    (tmp_path / "own_wrong.py").write_text("import json\ndef f(:\n")
+    (tmp_path / "own_script.py").write_text("import sys\n\nsys.exit(3)\n")
     for folder in (tmp_path, RESEARCH):
         monkeypatch.syspath_prepend(str(folder))
     yield
@@ -114,6 +116,8 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_p
         ),
         (["model._target_=no_such.Model"], "ModuleNotFoundError: No module named 'no_such'"),
         (["model._target_=own_broken.Model"], r"No module named 'no_such_module' \(.*own_broken.py, line 3\)"),
+        (["model._target_=own_wrong.Model"], r"SyntaxError: invalid syntax \(.*/own_wrong.py, line 2\)$"),
+        (["model._target_=own_script.Model"], r"SystemExit: 3 \(.*/own_script.py, line 3\)$"),
         (["loss._target_=own_mine.thing"], "is a int, which cannot be called"),
         (["model=conv", "user.width=3", "model.kernle=3"], "unexpected keyword argument 'kernle'; it takes"),
         (["model._target_=own_mine.Model"], "missing a required argument: 'width'"),

@@ -86,7 +86,7 @@ def take_user(choices: DictConfig) -> list[str]:
         return []
     try:
         schema = find(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [_not_found(f"{USER}.{SCHEMA}", name=name, error=error)]
     if not is_dataclass(schema):
         return [f"{USER}.{SCHEMA}={name}: is no dataclass: name one, with a type and a default for every key"]
@@ -177,7 +177,7 @@ def _node_faults(section: str, *, node: Any) -> Iterator[str]:
     target = node[TARGET]
     try:
         found = find(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield _not_found(f"{section}.{TARGET}", name=target, error=error)
         return
     if not callable(found):
@@ -230,14 +230,17 @@ def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
         yield f"optimizer.{TARGET}={target}: {type(error).__name__}: {error}"
 
 
-def _not_found(key: str, *, name: Any, error: Exception) -> str:
+def _not_found(key: str, *, name: Any, error: BaseException) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:  # finds the last line outside the import system
         if not trace.tb_frame.f_code.co_filename.startswith("<") and trace.tb_frame.f_code.co_filename != __file__:
             place = f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
         trace = trace.tb_next
+    said: Any = error
+    if isinstance(error, SyntaxError):
+        place, said = f" ({error.filename}, line {error.lineno})", error.msg
     fix = "" if place else "; name MODULE.NAME in the current folder, in the parent of --config-dir, or installed"
-    return f"{key}={name}: {type(error).__name__}: {error}{place}{fix}"
+    return f"{key}={name}: {type(error).__name__}: {said}{place}{fix}"
 
 
 def find(path: Any) -> Any:
