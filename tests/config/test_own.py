@@ -1,6 +1,7 @@
 """Keys and objects of the user's: composed, hashed, recorded, and refused before ranks start."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,10 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_p
     save(config, path=tmp_path / "config.yaml")
     config.checkpoint.resume = str(tmp_path / "checkpoints" / "step-000001")
     check_resumed(config)
+    config.own["scheduler"]["last"] = 3
+    with pytest.raises(ConfigError, match="scheduler.last=3: the checkpoint's run has .* Leave it out, or use another"):
+        check_resumed(config)
+    del config.own["scheduler"]["last"]
     config = composed("task._target_=own_mine.main", "task.greeting=hi")
     assert config.own["task"] == {"_target_": "own_mine.main", "greeting": "hi"} and config.task.name == "pretrain"
 
@@ -174,6 +179,14 @@ def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
         write_option(tmp_path / "augment" / f"{name}.yaml", text=text)
         with pytest.raises(ConfigError, match=said):
             compose(f"augment={name}", output_dir="/tmp/own", folders=folders)
+    for text, said in (
+        ("user: 3", "user: 3 takes the place of its keys"),
+        ("model: conv", "model: conv takes .*override /model: conv`"),
+        ("user:", ""),
+    ):
+        write_option(tmp_path / "experiment" / "mine.yaml", text=f"# @package _global_\n{text}\n")
+        with pytest.raises(ConfigError, match=said) if said else nullcontext():
+            compose("experiment=mine", output_dir="/tmp/own", folders=folders)
     write_option(tmp_path / "my-aug" / "listed.yaml", text="- 1\n")
     assert compose("my-aug=listed", "user.my-aug=[2]", output_dir="/tmp/own", folders=folders).user["my-aug"] == [2]
     write_option(tmp_path / "2fast" / "mine.yaml", text="p: 1\n")

@@ -24,7 +24,7 @@ from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
 from ztk.config.keys import SWEEP, flatten, named_by, run_keys, section_of
 from ztk.config.lengths import take_lengths
-from ztk.config.own import OBJECTS, USER, take_user
+from ztk.config.own import OBJECTS, USER, keyless, take_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.record import key_types, refusal, without_objects
 from ztk.config.renamed import rename_keys
@@ -97,7 +97,7 @@ def to_config(
     choices: the composed configuration. overrides: `key=value` words of the command line. options: the chosen option of every group.
     """
     try:
-        if faults := take_user(choices):
+        if faults := [*keyless(choices), *take_user(choices)]:
             raise ConfigError(faults)
         choices, own, user = without_objects(choices, overrides=overrides)
         if faults := [*take_files(choices), *take_sizes(choices), *take_measured(choices)]:

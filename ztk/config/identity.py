@@ -79,8 +79,9 @@ def check_resumed(config: Config) -> None:
     if have_same_tokenizer(record.parent / "tokenizer", other=Path(new.data.tokenizer or "")):
         before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
     faults = [
-        f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). Use "
-        f"{key}={written(before.get(key))}, another run folder, or checkpoint.allow_changes=true"
+        f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). "
+        + (f"Use {key}={written(before[key])}, " if key in before else "Leave it out, or use ")
+        + "another run folder, or checkpoint.allow_changes=true"
         for key in sorted(before.keys() | after.keys())
         if changes_numbers(key) and _own(before.get(key)) != _own(after.get(key))
     ]

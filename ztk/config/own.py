@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ztk.core.policies.config import Config
@@ -76,6 +76,15 @@ def is_own_key(config: Config, *, key: str) -> bool:
     """Returns whether `key` belongs to a user's object."""
     section, _, name = key.partition(".")
     return section in config.own and name not in OBJECTS[section].kept
+
+
+def keyless(choices: DictConfig) -> Iterator[str]:
+    """Yields one line per section whose keys an option file replaced by a single value. An empty `user` is no fault."""
+    for section in (*OBJECTS, USER):
+        if not isinstance(node := choices.get(section) or {}, DictConfig | ListConfig | dict):
+            choices[section] = {}  # the other faults can be looked for
+            choose = "" if section in FREE else f", or choose by `override /{section}: {node}` in the defaults list"
+            yield f"{section}: {node} takes the place of its keys; set {section}.KEY{choose}"
 
 
 def take_user(choices: DictConfig) -> list[str]:

@@ -128,7 +128,8 @@ def without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tu
         OmegaConf.resolve(choices)
         unset = OmegaConf.missing_keys(choices)
         with open_dict(choices):
-            user = choices.pop(USER, OmegaConf.create({}))
+            user = choices.pop(USER, None)
+            user = OmegaConf.create({}) if user is None else user
         values = OmegaConf.to_container(choices, resolve=True)
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
