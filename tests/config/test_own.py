@@ -194,6 +194,9 @@ def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
         compose("2fast=mine", output_dir="/tmp/own", folders=folders)
     with pytest.raises(ConfigError, match="keys of your own are below user: user.mine.alpha=0.1"):
         compose("+mine.alpha=0.1", output_dir="/tmp/own")
+    write_option(tmp_path / "augment" / "wide.yaml", text="# @package _global_\ntrain: {steps: 3}\n")
+    with pytest.raises(ConfigError, match="wide.yaml: `# @package` does not act in a group of your own"):
+        compose("augment=weak", output_dir="/tmp/own", folders=folders)
     write_option(tmp_path / "train" / "mine.yaml", text="steps: 3\n")
     with pytest.raises(ConfigError, match="train: a section of ztk has the name of your group"):
         compose("augment=weak", output_dir="/tmp/own", folders=folders)

@@ -163,9 +163,15 @@ def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
     for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
         usual = ours / path.parent.name / path.name
         try:
-            path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             faults.append(f"{path}: {error}; save the file as UTF-8")
+            continue
+        if path.parent.name in groups and "\n# @package" in f"\n{text}":
+            faults.append(
+                f"{path}: `# @package` does not act in a group of your own, whose options set keys of user.{path.parent.name}; leave the "
+                "line out, or move the file to experiment/"
+            )
         if usual.is_file() and usual.read_bytes() != path.read_bytes():
             word = f"{path.parent.name}={path.stem}"
             faults.append(
