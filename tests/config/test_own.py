@@ -161,7 +161,7 @@ def test_a_group_of_the_users_sets_keys_below_user(tmp_path):
         config = compose(*words, output_dir="/tmp/own", folders=folders)
         assert config.user.augment.p == p and from_yaml(to_yaml(config)).user.augment.p == p
     (sent,) = parse_arguments(["augment=strong,weak"], folders=[conf_dir(), *folders], sweep=True)
-    assert as_written(sent) == "augment=strong,weak"
+    assert as_written(sent) == "augment=strong,weak" and as_written("my-aug@user.my-aug=x") == "my-aug=x"
     described = build_reference([conf_dir(), *folders])["augment"]
     assert described.options == {"strong": "Flips with p=0.5.", "weak": "Flips with p=0.1."}
     with pytest.raises(ConfigError, match="augment=none: there is no such option, only strong, weak"):

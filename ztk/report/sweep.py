@@ -21,7 +21,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 def as_written(word: str) -> str:
     """Returns an override of Hydra as on the command line: "augment=strong" of "augment@user.augment=strong"."""
-    return re.sub(r"^(\w+)@user\.\1=", r"\1=", word)
+    return re.sub(r"^([\w-]+)@user\.\1=", r"\1=", word)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
