@@ -89,7 +89,7 @@ def _derive_rate(config: Config) -> None:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Returns the approximate number of parameters that compute a token; with experts, only those that a token is routed to."""
+    """Returns the approximate number of parameters that compute a token; with experts, without the ones that a token skips."""
     embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     if model.hidden_dim is None:  # transformers model: 12 dim^2 per block
         return embeddings + 12 * model.dim**2 * model.layers

@@ -1,4 +1,4 @@
-"""What follows from the declarations of keys: ranges, contradictions, and which keys have an effect in a run.
+"""Checks that follow from the declarations of keys: ranges, contradictions, and keys without effect in a run.
 
 A key without effect is an error if the user set it, and becomes None if it is a default or comes from an option file, so that the
 recorded configuration lists only effective keys. A key with an effect needs a value, unless it is optional.

@@ -1,6 +1,6 @@
 """The user's objects and keys: nodes with a `_target_`, as in Hydra, and the group `user`.
 
-A section with a `_target_` holds the arguments of one object, and only those of ztk's keys that `OBJECTS` keeps. Its node is stored in
+A section with a `_target_` holds the arguments of one object. Of ztk's keys it has only the ones in `OBJECTS`. Its node is stored in
 `Config.own`, and the typed section gets neutral values, which satisfy every rule.
 """
 
@@ -151,7 +151,7 @@ def written_user(user: Any) -> dict[str, Any]:
 
 
 def nodes_of(config: Config) -> dict[str, Any]:
-    """Returns section -> its keys for all objects of the user, including those that `OBJECTS` keeps."""
+    """Returns section -> its keys for all objects of the user, including the keys of ztk in `OBJECTS`."""
     found: dict[str, Any] = {}
     for section, node in config.own.items():
         kept = {key: getattr(getattr(config, section), key) for key in OBJECTS[section].kept}

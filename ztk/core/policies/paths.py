@@ -1,4 +1,4 @@
-"""How keys name files, folders and objects in files: what must exist, and how their paths become absolute."""
+"""Values of keys that are files, folders or objects in files: checks that they exist, and absolute paths."""
 
 import glob
 import math
@@ -89,7 +89,7 @@ class ObjectNames:
     """`FILE.py:NAME` or `MODULE:NAME`; with `several` also a list of names, or of mappings with a `function` and its `weight`; with `dotted`
     also `MODULE.NAME`.
 
-    kind: what the name is of. example: a name for the message.
+    kind: FUNCTION or CLASS, for the message. example: a name, for the message.
     """
 
     kind: str

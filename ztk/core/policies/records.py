@@ -24,7 +24,8 @@ def run_record(path: str | os.PathLike) -> Path | None:
 
 
 def weight_files(folder: str | os.PathLike) -> list[Path]:
-    """Returns the safetensors files of a model saved by `save_pretrained`: those of its index, which may be missing, or the single one.
+    """Returns the safetensors files of a model saved by `save_pretrained`: the files that its index lists, or the single file. Files of the
+    index may be missing.
 
     The list is empty if the folder has neither an index nor `model.safetensors`.
     """
