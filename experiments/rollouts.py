@@ -66,7 +66,7 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
     requests, policy = requests_of(run, first_prompt=first_prompt), policy_of(run, is_trained=first_prompt is None)
     turns = ExitStack()
     given = {"policy": policy, "requests": requests}
-    draws = turns.enter_context(run.drawer.turns(**given, step=run.rollouts, once=run.environments is None))
+    draws = turns.enter_context(run.drawer.turns(**given, step=run.rollouts))
 
     def draw_all() -> Drawn:
         with turns:

@@ -52,10 +52,11 @@ def main(config: Any) -> None:
 def _plant_kill(phase: str, marker: str) -> None:
     """Kills rank 1 in `phase` of step `KILLED_AT`. Creates the file `marker`, so that this happens once."""
     from experiments import policy_update, rollout_loop
-    from ztk.rl.rollout import answering, hybrid
+    from ztk.inference import sample
+    from ztk.rl.rollout import hybrid
 
     owners, name, calls = {
-        "rollout": ((answering, hybrid), "choose", 2),  # the second token of this rollout
+        "rollout": ((sample, hybrid), "choose", 2),  # the second token of this rollout
         "scoring": ((rollout_loop,), "score_samples", 1),
         "update": ((policy_update,), "losses_of", 1),  # the first micro-batch of this step
     }[phase]

@@ -126,10 +126,6 @@ class InferenceModel(Model):
             time.sleep(_YIELD)
         return F.normalize(total / len(tokens), dim=0)
 
-    def next_logits(self, tokens: Tensor, *, step: Step) -> Tensor:
-        """One token of every answer of `step`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""
-        return self.logits(self.compute(tokens, step=step))
-
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self.weights.head(x)

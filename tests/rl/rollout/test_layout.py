@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from tests.rl.rollout.runs import Batches
-from ztk.inference import Generator
+from ztk.inference import Generator, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.lora import LoraPolicy, add_adapters
 from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout import EngineAttention, Requests, RolloutPolicy, answer_logits, lay_out, pack_exactly
-from ztk.rl.rollout.answering import answer
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(
@@ -168,18 +167,24 @@ class _Engine(Batches):
 
 
 @torch.no_grad()
-def test_answers_over_packed_weights_have_the_modules_bits():
+def test_answers_of_the_engine_have_the_modules_bits():
     model, lengths = decoder(dim=32, max_seq_len=160), torch.tensor([60, 60, 5, 60, 12, 59, 70, 70])
     options = {"length": 160, "micro_batch": 8, "max_tokens": 80, "stops": (3,), "pad": 0, "packs": True}
     assert pack_exactly(model, device=CPU)
     policy, tokens = RolloutPolicy(**options), torch.randint(97, (8, 160), generator=torch.Generator().manual_seed(1))
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
     tokens[7, :70] = tokens[6, :70]
-    packed = Generator(model).own_model
-    draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     prompts, numbers = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], torch.arange(8)
     samples = Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=numbers * 0).begin(policy)
-    assert not answer(packed, policy=policy, samples=samples, draws=draws)  # keeps all tokens
+    sampling = [
+        SamplingParams(max_tokens=80, stop_token_ids=policy.stops, seed=number, fp32_logprobs=True)
+        for number in range(8)
+    ]
+    for row, [answer] in enumerate(Generator(model).generate(prompts, sampling=sampling)):
+        count, first = len(answer.tokens), len(prompts[row])
+        samples.tokens[row, first : first + count] = torch.tensor(answer.tokens)
+        samples.logprobs[row, first : first + count] = answer.processed_logprobs
+        samples.answer_lengths[row], samples.finished[row] = count, answer.finish_reason == "stop"
     assert 0 < int(samples.finished.sum()) < 8
     layout = lay_out(samples.tokens, lengths=samples.lengths, packs=True, device=CPU, module=model)
     mask = samples.answer_mask

@@ -1,7 +1,6 @@
 """Rollouts: samples from the engine in training, their rewards, and log-probabilities with the trainer's bits."""
 
 from ztk.rl.rollout.ahead import Ahead, Drawn
-from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
 from ztk.rl.rollout.engine_attention import EngineAttention, has_engine_attention, use_engine_attention
@@ -30,7 +29,14 @@ from ztk.rl.rollout.rewards import (
     load_function,
 )
 from ztk.rl.rollout.routing import Routers, same_experts
-from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights, states_away
+from ztk.rl.rollout.weights import (
+    RolloutPolicy,
+    RolloutWeights,
+    SettledWeights,
+    rollout_weights,
+    settle_weights,
+    states_away,
+)
 
 __all__ = [
     "Ahead",

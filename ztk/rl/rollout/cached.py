@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,16 @@ from torch import Tensor, nn
 from ztk.core.policies.inference import cache_of
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
-from ztk.inference.model import InferenceModel
 from ztk.inference.opening import UnreadModel
 from ztk.nn.lora import merged_parameters
-from ztk.rl.rollout.answering import MOST, RolloutPolicy, answer, answers_at_once, can_answer
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.hybrid import Requests, TurnDraws, draw_in_parts, draws_after
+from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.kept import Entries
 from ztk.rl.rollout.routing import experts_of
+from ztk.rl.rollout.weights import RolloutPolicy
 from ztk.train.engine import Engine
 
-_MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers at a time, and tokens per step
+_MOST, _MOST_OVER_BLOCKS, _STEP_TOKENS = 64, 256, 2048  # answers at a time, and tokens per step
 
 
 class CachedRollouts:
@@ -53,7 +51,7 @@ class CachedRollouts:
         self._step = -1  # policy step of the copy
 
     @contextmanager
-    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int, once: bool = False) -> Iterator[TurnDraws]:
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
         """As `Rollouts.turns`. One generator draws all turns and keeps keys and values of as many texts as it has slots.
 
         Over slabs without `comm` draws may be made on another thread, while the engine steps. Raises ValueError for a model that the
@@ -68,11 +66,7 @@ class CachedRollouts:
             return
         ranks = 1 if self._comm is None else self._comm.size
         generator = self._loaded(policy, sequences=len(sampling) * ranks)
-        draws, model = self._turns(generator, sampling=sampling, policy=policy), generator.own_model
-        if once and model is not None and can_answer(model):
-            given = {"generator": generator, "policy": policy, "keys": keys, "ranks": engine.process.local_world_size}
-            draws = replace(draws, draw=partial(_draw_in_step, model, **given))
-        yield draws
+        yield self._turns(generator, sampling=sampling, policy=policy)
 
     def _turns(self, generator: Generator, *, sampling: list[SamplingParams], policy: RolloutPolicy) -> TurnDraws:
         """sampling: of each row."""
@@ -115,7 +109,7 @@ class CachedRollouts:
         """Returns a generator with current weights. sequences: of a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
-            count = min(MOST, sequences)
+            count = min(_MOST, sequences)
             options = InferencePolicy(max_sequences=count, max_model_len=policy.length)
             self._generator = Generator(self._source, policy=options, comm=self._comm)
         elif self._step != steps:
@@ -178,27 +172,6 @@ def _sampling(policy: RolloutPolicy, *, keys: Tensor, as_trainer: bool) -> list[
 
 def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     return [completion for (completion,) in generator.generate(prompts, sampling=sampling)]
-
-
-def _draw_in_step(
-    model: InferenceModel,
-    samples: Samples,
-    limits: Tensor,
-    *,
-    generator: Generator,
-    policy: RolloutPolicy,
-    keys: Tensor,
-    ranks: int,
-) -> None:
-    """As `TurnDraws.draw`, of single turns: all limits are the policy's. ranks: that share the machine."""
-    draws = draws_after(samples.prompt_lengths, keys=keys, count=policy.max_tokens)
-    size = answers_at_once(model, tokens=policy.length, ranks=ranks)
-
-    def answer_rows(rows: slice) -> list[Entries]:
-        return answer(model, policy=policy, samples=samples[rows], draws=draws[rows])
-
-    draw_in_parts(samples, size=size, answer=answer_rows)
-    _keep_experts(samples, policy=policy, generator=generator)
 
 
 def _keep_experts(samples: Samples, *, policy: RolloutPolicy, generator: Generator) -> None:

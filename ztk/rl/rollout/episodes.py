@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from ztk.rl.align import Encoding
-from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.environments import Environments, Episode
 from ztk.rl.rollout.hybrid import Requests, TurnDraws, check_finite
+from ztk.rl.rollout.weights import RolloutPolicy
 
 DONE, MAX_TURNS, MAX_TOKENS = "done", "max_turns", "max_tokens"
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ztk.inference.sample import choose, fp32_logprobs
 from ztk.inference.uniforms import sample_keys, uniforms
-from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.head import answer_logits, has_large_logits, sampled_logprobs
 from ztk.rl.rollout.kept import Entries, entries_of
 from ztk.rl.rollout.layout import Layout, lay_out
-from ztk.rl.rollout.weights import rollout_weights
+from ztk.rl.rollout.weights import RolloutPolicy, rollout_weights
 from ztk.train.engine import Engine
 
 
@@ -85,10 +84,8 @@ class Rollouts(Protocol):
 
     copies_weights: bool
 
-    def turns(
-        self, *, policy: RolloutPolicy, requests: Requests, step: int, once: bool = False
-    ) -> AbstractContextManager[TurnDraws]:
-        """Prepares draws of these requests. A collective call. once: for a single turn."""
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> AbstractContextManager[TurnDraws]:
+        """Prepares draws of these requests. A collective call."""
         ...
 
 
@@ -101,7 +98,7 @@ def generate(rollouts: Rollouts, *, policy: RolloutPolicy, requests: Requests, s
         ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not support.
         FloatingPointError: logits are not finite.
     """
-    with rollouts.turns(policy=policy, requests=requests, step=step, once=True) as draws:
+    with rollouts.turns(policy=policy, requests=requests, step=step) as draws:
         return draw_once(draws, policy=policy, requests=requests)
 
 
@@ -125,35 +122,23 @@ class TrainerRollouts:
         self._engine = engine
 
     @contextmanager
-    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int, once: bool = False) -> Iterator[TurnDraws]:
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
         """As `Rollouts.turns`."""
         engine, size = self._engine, policy.micro_batch
         keys = requests.keys(seed=policy.seed, step=step)
 
         def draw(samples: Samples, limits: Tensor) -> None:
-            draws = draws_after(samples.lengths, keys=keys, count=policy.max_tokens)
-
-            def answer(rows: slice) -> list[Entries]:
-                return _answer(engine, policy=policy, samples=samples[rows], limits=limits[rows], draws=draws[rows])
-
-            draw_in_parts(samples, size=size, answer=answer)
+            entries = list[Entries]()
+            positions = samples.lengths.unsqueeze(1) + torch.arange(policy.max_tokens)
+            draws = uniforms(keys.unsqueeze(1), positions=positions)
+            for first in range(0, len(samples), size):
+                rows = slice(first, first + size)
+                kept = _answer(engine, policy=policy, samples=samples[rows], limits=limits[rows], draws=draws[rows])
+                entries += [(own + first, positions, tokens) for own, positions, tokens in kept]
+            samples.keep(entries)
 
         with rollout_weights(engine, weights=policy.weights):
             yield TurnDraws(draw=draw, go_on=lambda flag: any_rank(engine, flag=flag))
-
-
-def draws_after(lengths: Tensor, *, keys: Tensor, count: int) -> Tensor:
-    """Returns the random numbers for `count` tokens after texts of `lengths`, int64 [S]: float64 [S, count]."""
-    return uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(count))
-
-
-def draw_in_parts(samples: Samples, *, size: int, answer: Callable[[slice], list[Entries]]) -> None:
-    """Draws `size` rows at a time. answer: draws some rows, and returns the tokens that a cut kept, in the order of these rows."""
-    entries = list[Entries]()
-    for first in range(0, len(samples), size):
-        found = answer(slice(first, first + size))
-        entries += [(rows + first, positions, tokens) for rows, positions, tokens in found]
-    samples.keep(entries)
 
 
 def check_finite(samples: Samples) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a rollout: sharded parameters gathered once or one unit at a time, and states of the update in main memory."""
+"""Settings of a rollout, and its memory: sharded parameters gathered once or one unit at a time, and states of the update in main memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,45 @@ import torch
 
 from ztk.core.policies.rollout import RolloutWeights
 from ztk.inference.capacity import free_device_memory, free_memory
+from ztk.inference.sample import KEEPS_ALL, Cut
 from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
 _KINDS = (StateKind.optim_states, StateKind.hp_params)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPolicy:
+    """length: tokens of a row (prompt, answer and padding), as in training. micro_batch: texts per forward, as in training. packs:
+    forwards take texts without padding; see `ztk.rl.rollout.layout`. The result is bitwise independent of the pack only if the engine's
+    module supports it.
+
+    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
+    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens. keeps_experts: the inference engine keeps
+    the experts of each token.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    length: int
+    micro_batch: int
+    max_tokens: int
+    stops: tuple[int, ...]
+    pad: int
+    temperature: float = 1.0
+    seed: int = 0
+    weights: RolloutWeights = RolloutWeights.whole
+    packs: bool = False
+    cut: Cut = KEEPS_ALL
+    keeps_experts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "micro_batch", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout {name}={getattr(self, name)}: must be 1 or more")
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
