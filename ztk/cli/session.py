@@ -1,6 +1,7 @@
 """`run.py` around Hydra: reads the command line, runs each job that Hydra composes, and reports the results."""
 
 import contextlib
+import datetime
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 import yaml
@@ -36,7 +38,9 @@ from ztk.core.launch import (
     ExternalRank,
     Forker,
     RankError,
+    RankFailure,
     Start,
+    failure_of,
     first_cause,
     forget_failure,
     python_path,
@@ -322,12 +326,21 @@ class Session:
         if self._external.rank == 0:
             configuration.save(config, path=Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)
-        from ztk.core.runtime.rendezvous import open_store
+        from ztk.core.runtime.rendezvous import meet, set_places
 
-        agreement = self._external.agree(
-            configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds, open_store=open_store
-        )
-        config = configuration.from_yaml(agreement.text)
+        try:
+            meeting = meet(
+                "config",
+                rank=self._external.rank,
+                world=self._external.world_size,
+                timeout=datetime.timedelta(seconds=config.launch.timeout_seconds),
+                text=configuration.to_yaml(config),
+            )
+        except TimeoutError as error:
+            is_of_run = self._external.rank == 0  # the others have not learnt the run's folder
+            self._end_rank(config, failure_of(error, rank=self._external.rank), beat=beat, records=is_of_run)
+        set_places(meeting.hosts, rank=self._external.rank)
+        config = configuration.from_yaml(meeting.text)
         forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
         try:
             failure = run_task(config, rank=self._external.rank)
@@ -339,9 +352,19 @@ class Session:
             leave(interrupt_code(error))
         if failure is None:
             return Status.done
-        failures = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
-        cause = first_cause([failure for failure in failures if failure is not None])
-        write_failed_summary(config.output_dir, error=str(cause))
+        self._end_rank(config, failure, beat=beat)
+
+    def _end_rank(
+        self, config: Config, failure: RankFailure, *, beat: Heartbeat | None, records: bool = True
+    ) -> NoReturn:
+        """Ends a failed rank of another launcher. If it `records`, the summary gets the first cause of all ranks."""
+        from ztk.worker import leave
+
+        assert self._external is not None, "the machine's launcher started this process"
+        if records:
+            found = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
+            cause = first_cause([each for each in found if each is not None] or [failure])
+            write_failed_summary(config.output_dir, error=str(cause))
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)
         if beat is not None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ztk.core.runtime.interrupts import Interrupts
+from ztk.core.runtime.sources import check_sources
 from ztk.report import Reporter
 from ztk.train.engine import Engine
 
@@ -98,8 +99,10 @@ class Loop:
     def run(self) -> str | None:
         """Trains up to `steps`, or until a callback sets `ended_by`. Returns `ended_by`.
 
-        Raises Interrupted after the step in which SIGINT or SIGTERM arrived, if there is a saver; that step is saved.
+        Raises Interrupted after the step in which SIGINT or SIGTERM arrived, if there is a saver; that step is saved. Raises ValueError if
+        the ranks of several nodes run different code.
         """
+        check_sources(self.engine.process)
         with Interrupts(self.engine.process, is_active=self.saver is not None) as interrupts:
             while self.step < self.steps and self.ended_by is None:
                 self.step += 1

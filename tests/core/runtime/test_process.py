@@ -1,15 +1,16 @@
 """A launcher's environment that does not fit together is refused at once: the other ranks would wait for a minute and more."""
 
 import datetime
+import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.ranks import forkserver
-from ztk.core.launch import ExternalRank
 from ztk.core.runtime import Process, Topology, rendezvous
 
 
@@ -89,15 +90,81 @@ def test_the_store_of_one_machine_is_not_reached_from_others():
     assert _listening(port) == {"0100007F"}  # 127.0.0.1
 
 
-def test_ranks_that_srun_started_agree_over_such_a_store(monkeypatch):
-    """`agree` opens the port first, so the run listens on the same address."""
+def _met(rank: int, port: int, places, answers) -> None:
+    """A rank of a start. places: seconds to wait before it starts, and its host."""
+    seconds, host = places[rank]
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "ZTK_STORE"):
+        os.environ.pop(name, None)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the test serves the store, as torchrun's agent does
+    socket.gethostname = lambda: host
+    time.sleep(seconds)
+    timeout = datetime.timedelta(seconds=60)
+    met = rendezvous.meet("config", rank=rank, world=len(places), timeout=timeout, text=f"text of {rank}")
+    rendezvous.set_places(met.hosts, rank=rank)
+    answers.put((rank, met.generation, met.text, met.hosts, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]))
+
+
+@pytest.fixture
+def agent_store():
+    """The port of a store that outlives every start of the ranks, as torchrun's does."""
+    port = _free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    yield port, store
+
+
+def _start(places, *, port: int) -> list[tuple]:
+    context = forkserver()
+    answers = context.Queue()
+    ranks = [context.Process(target=_met, args=(rank, port, places, answers)) for rank in range(len(places))]
+    for rank in ranks:
+        rank.start()
+    try:
+        return sorted(answers.get(timeout=60) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.terminate()
+            rank.join()
+
+
+def test_ranks_of_every_start_agree_over_a_store_that_holds_keys_of_dead_ranks(agent_store):
+    """Whichever rank comes first, and whatever the agents' numbers of restarts are: the ranks read none."""
+    port, store = agent_store
+    seen = set()
+    for places in ([(0, "a"), (1, "b"), (0, "a")], [(1, "a"), (0, "b"), (0, "b")], [(0, "c"), (0, "b"), (1, "c")]):
+        found = _start(places, port=port)
+        hosts = [host for _, host in places]
+        assert [row[2] for row in found] == ["text of 0"] * 3 and all(list(row[3]) == hosts for row in found)
+        ((generation),) = {row[1] for row in found}
+        assert generation not in seen
+        seen.add(generation)
+        assert [row[4:] for row in found] == [
+            (str(hosts[:rank].count(host)), str(hosts.count(host))) for rank, host in enumerate(hosts)
+        ]
+        # A rank that ended between its nonce and its acknowledgement.
+        store.set("ztk/config/hello/1", json.dumps({"nonce": "dead", "host": "b"}))
+
+
+def test_missing_ranks_are_named(agent_store, monkeypatch):
+    port, _ = agent_store
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    timeout = datetime.timedelta(seconds=1)
+    with pytest.raises(TimeoutError, match="2 of 3 ranks did not join within 1 s: 1, 2"):
+        rendezvous.meet("config", rank=0, world=3, timeout=timeout)
+    with pytest.raises(TimeoutError, match=f"rank 1 on .* got no answer from rank 0 at 127.0.0.1:{port} within 1 s"):
+        rendezvous.meet("config", rank=1, world=3, timeout=timeout)
+
+
+def test_ranks_that_srun_started_meet_over_such_a_store(monkeypatch):
+    """`meet` opens the port first, so the run listens on the same address."""
     port = _free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    rank = ExternalRank(rank=0, world_size=1, local_world_size=1, starter="srun")
-    agreement = rank.agree("text", timeout_seconds=20, open_store=rendezvous.open_store)
-    assert agreement.text == "text" and _listening(port) == {"0100007F"}
+    met = rendezvous.meet("config", rank=0, world=1, timeout=datetime.timedelta(seconds=20), text="text")
+    assert met.text == "text" and _listening(port) == {"0100007F"}
 
 
 def _joined_for_gpus_alone(rank: int, store: str, answers) -> None:

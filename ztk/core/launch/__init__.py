@@ -11,13 +11,12 @@ from ztk.core.launch.errors import (
     read_failure,
     write_failure,
 )
-from ztk.core.launch.external import Agreement, ExternalRank, quoted
+from ztk.core.launch.external import ExternalRank, quoted
 from ztk.core.launch.forks import Forker
 from ztk.core.launch.processes import Child, Start, run_children, start_process
 from ztk.core.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
 
 __all__ = [
-    "Agreement",
     "Child",
     "ExternalRank",
     "Forker",

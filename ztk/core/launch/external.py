@@ -1,29 +1,18 @@
 """Ranks started by torchrun or srun: each runs `run.py`, and all use the config that rank 0 composed."""
 
-import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ztk.core.launch.errors import RankFailure
 from ztk.core.policies.records import replace_file
 
 # Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
-    """The text that rank 0 sent. `store` must live as long as the process group, because rank 0 may serve it."""
-
-    text: str
-    store: object
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,28 +64,6 @@ class ExternalRank:
         """Stores the run folder for rank 0 of a restart by torchrun. Works on one machine; on several, set `hydra.run.dir`."""
         if self.rank == 0 and (note := _note_of_folder()) is not None:
             note.write_text(folder, encoding="utf-8")
-
-    def agree(self, text: str, *, timeout_seconds: float, open_store: Callable[..., Any]) -> "Agreement":
-        """Rank 0's `text`, on every rank. open_store: `ztk.core.runtime.rendezvous.open_store`, passed in because only ranks import
-        torch."""
-        under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = open_store(
-            os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            rank=1 if under_agent else self.rank,  # torchrun serves the store
-            world=self.world_size,
-            is_one_machine=self.local_world_size == self.world_size,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-        )
-        key = f"ztk/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        if self.rank == 0:
-            store.set(key, text)
-        agreement = Agreement(text=store.get(key).decode(), store=store)
-        if store.add(f"{key}/readers", 1) == self.world_size:
-            store.set(f"{key}/read", "")
-        store.wait([f"{key}/read"])  # rank 0 may serve the store, so it waits for all readers
-        return agreement
 
     def tell_starter(self, failure: RankFailure) -> None:
         """Writes the error for torchrun, which prints its text at the end and fails on an incomplete file."""

@@ -11,7 +11,7 @@ from ztk.core.runtime.comm import Comm, connect, connect_groups
 from ztk.core.runtime.comm.connect import backend_of
 from ztk.core.runtime.comm.transport import SingleRankTransport
 from ztk.core.runtime.mesh import AXES, Mesh, Topology
-from ztk.core.runtime.rendezvous import open_store
+from ztk.core.runtime.rendezvous import Meeting, meet, set_places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +38,15 @@ class Process:
             ValueError: variables are inconsistent, or the machine lacks the requested device.
         """
         rank, world, local_rank, local_world = _read_place()
-        chosen = _choose_device(device, local_rank=local_rank)
-        timeout = datetime.timedelta(seconds=timeout_seconds)
+        timeout, meeting = datetime.timedelta(seconds=timeout_seconds), None
         if not dist.is_initialized():
-            _join(rank=rank, world=world, local_world=local_world, device=chosen, timeout=timeout)
+            meeting = _meeting(rank=rank, world=world, timeout=timeout)
+        if meeting is not None:
+            set_places(meeting.hosts, rank=rank)
+            rank, world, local_rank, local_world = _read_place()
+        chosen = _choose_device(device, local_rank=local_rank)
+        if not dist.is_initialized():
+            _join(rank=rank, world=world, device=chosen, timeout=timeout, meeting=meeting)
         comm = connect(device=chosen, one_node=local_world == world, timeout_seconds=timeout_seconds)
         return Process(
             rank=rank,
@@ -140,28 +145,24 @@ def _choose_device(device: str, *, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(*, rank: int, world: int, local_world: int, device: torch.device, timeout: datetime.timedelta) -> None:
-    if path := os.environ.get("ZTK_STORE"):
+def _join(*, rank: int, world: int, device: torch.device, timeout: datetime.timedelta, meeting: Meeting | None) -> None:
+    if meeting is not None:
+        store = dist.PrefixStore(f"ztk/start/{meeting.generation}", meeting.store)
+    elif path := os.environ.get("ZTK_STORE"):
         store = dist.FileStore(path, world)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's store serves every start of the ranks; without a prefix torch would read the addresses of an earlier start.
-        server = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-        )
-        store = dist.PrefixStore(f"ztk/start{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
-    elif "MASTER_ADDR" in os.environ:
-        if "MASTER_PORT" not in os.environ:
-            raise ValueError("MASTER_ADDR without MASTER_PORT: set it to a free port, the same on every rank")
-        store = open_store(
-            os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            rank=rank,
-            world=world,
-            is_one_machine=local_world == world,
-            timeout=timeout,
-        )
-    elif world == 1:
-        store = dist.HashStore()
     else:
-        raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
+        store = dist.HashStore()
     dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _meeting(*, rank: int, world: int, timeout: datetime.timedelta) -> Meeting | None:
+    """Meets ranks that another launcher started. None for a single rank and for the ranks of ztk's launcher, which share a file."""
+    if "ZTK_STORE" in os.environ:
+        return None
+    if "MASTER_ADDR" not in os.environ:
+        if world > 1:
+            raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
+        return None
+    if "MASTER_PORT" not in os.environ:
+        raise ValueError("MASTER_ADDR without MASTER_PORT: set it to a free port, the same on every rank")
+    return meet("start", rank=rank, world=world, timeout=timeout)

@@ -1,4 +1,6 @@
-"""The store over which ranks find each other. Rank 0 serves it, on an address that only the run's ranks can reach where possible.
+"""How the ranks of a start find each other: the store that rank 0 serves, and the handshake over it.
+
+The store listens on an address that only the run's ranks can reach where possible.
 
 Any process that reaches the store may write to it, and torch's own store listens on every interface of the machine. This one listens on the
 address that the ranks connect to. It listens on all interfaces only if that address cannot be determined: `MASTER_ADDR` is a name with
@@ -8,9 +10,113 @@ differently (Debian gives a machine's own name the address 127.0.1.1). A numeric
 
 import datetime
 import ipaddress
+import json
+import os
 import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
+
+_LONGEST_PAUSE_SECONDS = 0.2  # between two looks of rank 0 for ranks that have not arrived
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """One start of the ranks.
+
+    generation: a name that no other start has. text: the text that rank 0 sent. hosts: the host name of each rank. store: must live as long
+    as the process group, because rank 0 may serve it.
+    """
+
+    generation: str
+    text: str
+    hosts: tuple[str, ...]
+    store: dist.Store
+
+
+def meet(purpose: str, *, rank: int, world: int, timeout: datetime.timedelta, text: str = "") -> Meeting:
+    """Joins the ranks of this start at `MASTER_ADDR` and `MASTER_PORT`. A collective call: every rank makes it for the same `purpose`.
+
+    [Note: Starts]
+    torchrun's store outlives a start of the ranks, so it may hold keys of ranks that are dead. The number of restarts does not separate
+    them, because each of torchrun's agents counts its own (pytorch issues 108158 and 135712). So every rank posts a nonce. Rank 0 answers
+    each nonce with a name for this start, its generation, and a rank whose nonce is answered acknowledges it. The nonce of a dead rank may
+    be answered too, which nobody reads. Rank 0 looks for new nonces until all ranks have acknowledged.
+
+    Raises:
+        TimeoutError: a rank did not arrive.
+    """
+    server = _connect(rank=rank, world=world, timeout=timeout)
+    store, host = dist.PrefixStore(f"ztk/{purpose}", server), socket.gethostname()
+    if rank == 0:
+        generation = uuid.uuid4().hex
+        hosts = [host, *_answer(store, world=world, generation=generation, timeout=timeout)]
+        store.set(f"{generation}/meeting", json.dumps({"text": text, "hosts": hosts}))
+    else:
+        nonce = uuid.uuid4().hex
+        store.set(f"hello/{rank}", json.dumps({"nonce": nonce, "host": host}))
+        generation = _read(store, key=f"answer/{nonce}", rank=rank, timeout=timeout)
+        store.set(f"{generation}/rank/{rank}", "")
+        store.add(f"{generation}/arrived", 1)
+    meeting = json.loads(_read(store, key=f"{generation}/meeting", rank=rank, timeout=timeout))
+    if store.add(f"{generation}/readers", 1) == world:
+        store.set(f"{generation}/read", "")
+    store.wait([f"{generation}/read"])  # rank 0 may serve the store, so it waits for all readers
+    return Meeting(generation=generation, text=meeting["text"], hosts=tuple(meeting["hosts"]), store=server)
+
+
+def set_places(hosts: Sequence[str], *, rank: int) -> None:
+    """Sets `LOCAL_RANK` and `LOCAL_WORLD_SIZE` from the hosts of all ranks, for launchers that set neither, such as Kubeflow's."""
+    if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
+        same = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        os.environ.setdefault("LOCAL_RANK", str(same.index(rank)))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(same)))
+
+
+def _connect(*, rank: int, world: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return open_store(
+        os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        rank=1 if under_agent else rank,  # torchrun's agent serves the store
+        world=world,
+        is_one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(world),
+        timeout=timeout,
+    )
+
+
+def _answer(store: dist.Store, *, world: int, generation: str, timeout: datetime.timedelta) -> list[str]:
+    """Rank 0's part: answers nonces until all other ranks have acknowledged. Returns the hosts of these ranks."""
+    keys, answered = [f"hello/{rank}" for rank in range(1, world)], set()
+    end, pause = time.monotonic() + timeout.total_seconds(), 0.01
+    while store.add(f"{generation}/arrived", 0) < world - 1:
+        for key in keys:
+            nonce = json.loads(store.get(key))["nonce"] if store.check([key]) else None
+            if nonce is not None and nonce not in answered:
+                store.set(f"answer/{nonce}", generation)
+                answered.add(nonce)
+        if time.monotonic() > end:
+            missing = [rank for rank in range(1, world) if not store.check([f"{generation}/rank/{rank}"])]
+            raise TimeoutError(
+                f"{len(missing)} of {world} ranks did not join within {timeout.total_seconds():.0f} s: "
+                f"{', '.join(map(str, missing[:20]))}{', ...' if len(missing) > 20 else ''}; their logs show why"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return [json.loads(store.get(key))["host"] for key in keys]
+
+
+def _read(store: dist.Store, *, key: str, rank: int, timeout: datetime.timedelta) -> str:
+    try:
+        return store.get(key).decode()
+    except dist.DistStoreError as error:
+        raise TimeoutError(
+            f"rank {rank} on {socket.gethostname()} got no answer from rank 0 at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {timeout.total_seconds():.0f} s: rank 0 or one of the other ranks has not started"
+        ) from error
 
 
 def open_store(
@@ -21,7 +127,6 @@ def open_store(
     world: int,
     is_one_machine: bool,
     timeout: datetime.timedelta,
-    wait_for_workers: bool = True,
 ) -> dist.TCPStore:
     """The store at `address`, which rank 0 serves. A second call in the same process for the same port joins that store.
 
@@ -34,7 +139,7 @@ def open_store(
         world,
         is_master=rank == 0,
         timeout=timeout,
-        wait_for_workers=wait_for_workers,
+        wait_for_workers=False,  # `meet` waits, and its errors name the ranks that are missing
         multi_tenant=True,
         master_listen_fd=_listen(own, port=port) if rank == 0 and own is not None else None,
     )

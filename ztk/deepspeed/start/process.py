@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ztk.core.runtime import Process, Topology
+from ztk.core.runtime.rendezvous import set_places
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)
@@ -88,11 +89,9 @@ def _tell_environment() -> None:
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(world))
     if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
-        hosts: list[str | None] = [None] * world
+        hosts = [""] * world
         dist.all_gather_object(hosts, socket.gethostname())
-        same = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        os.environ.setdefault("LOCAL_RANK", str(same.index(rank)))
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(same)))
+        set_places(hosts, rank=rank)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,0 +1,59 @@
+"""Compares the code of the ranks: a node with other code would train another model without an error."""
+
+import hashlib
+import importlib.metadata
+import platform
+import socket
+import sys
+import sysconfig
+from pathlib import Path
+
+from ztk.core.runtime.process import Process
+
+_PACKAGES = ("torch", "triton", "numpy", "transformers")  # compared by their versions
+
+
+def check_sources(process: Process) -> None:
+    """Compares this rank's modules with rank 0's, if the ranks are on several nodes. A collective call.
+
+    Modules that both have imported are compared by the bytes of their files, libraries by their versions.
+
+    Raises:
+        ValueError: a module or a version differs. Names them and both hosts.
+    """
+    if process.local_world_size == process.world_size:
+        return
+    own, host = sources(), socket.gethostname()
+    first_host, first = process.comm.broadcast_object((host, own), label="sources")
+    differ = sorted(name for name in own.keys() & first.keys() if own[name] != first[name])
+    if differ:
+        shown = ", ".join(f"{name} {own[name]} for {first[name]}" if " " in name else name for name in differ[:5])
+        raise ValueError(
+            f"rank {process.rank} on {host} runs other code than rank 0 on {first_host}: {shown}"
+            f"{', ...' if len(differ) > 5 else ''}; install the same files on all nodes, or start from a shared folder"
+        )
+
+
+def sources() -> dict[str, str]:
+    """Name of each imported module outside of the standard library and of installed packages, and of ztk's -> the hash of its file.
+
+    `version of NAME` -> the version of a library or of Python.
+    """
+    found = {"version of python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[f"version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        is_own = name.partition(".")[0] in ("ztk", "experiments")
+        if name == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if is_own or not file.startswith(libraries):
+            try:
+                found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+            except OSError:  # a module of an archive or of a test
+                continue
+    return found
