@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -165,6 +166,52 @@ def test_a_buffer_is_free_when_the_stream_has_waited_though_the_device_is_behind
     device.is_behind = False
     comm.all_gather(torch.zeros(2), label="last")
     assert len(comm._watchdog._open) == 1
+
+
+def test_a_rank_publishes_a_few_collectives_under_a_short_key(device):
+    """Also those around the collective that it waits for, though the host has run thousands ahead of the device."""
+    store, name = dist.HashStore(), f"group 0 of ranks {','.join(map(str, range(1024)))}"
+    watchdog = Watchdog(store, name=name, rank=0, size=1024, patience=PATIENCE, ends_process=False)
+    for number in range(1, 3001):
+        entered = watchdog.enter(f"all_gather layers.{number}.mlp 16777216 x bfloat16")
+        watchdog.leave(entered, is_over=lambda number=number: number < 2000)
+    time.sleep(PATIENCE)
+    watchdog.close()
+    assert len(watchdog._key(0)) < 64
+    text = store.get(watchdog._key(0)).decode()
+    assert len(text) < 2048
+    numbers = [number for number, _ in json.loads(text)]
+    assert numbers == [*range(1992, 2001), *range(2993, 3001)]
+
+
+def test_a_rank_that_ran_ahead_is_compared_at_the_number_of_the_one_that_waits():
+    """The source of broadcasts leaves each of them before the other rank has entered one."""
+    store, options = dist.HashStore(), {"size": 2, "patience": PATIENCE, "ends_process": False}
+    source, waiting = (Watchdog(store, name="ahead", rank=rank, **options) for rank in range(2))
+    for number in range(5):
+        source.leave(source.enter(f"broadcast piece.{number}"))
+    source.enter("all_gather end")
+    waiting.enter("all_gather end")
+    end = time.monotonic() + 30
+    while waiting.mismatch is None and time.monotonic() < end:
+        time.sleep(0.05)
+    source.close()
+    waiting.close()
+    assert "rank 1 is at 'all_gather end', rank 0 at 'broadcast piece.0'" in str(waiting.mismatch)
+
+
+@pytest.mark.parametrize("over", ["gloo", "shared memory"])
+def test_a_flag_of_any_rank_reaches_all_by_one_collective(ranks, over):
+    assert ranks(3).run(flags, over=over) == [[True, False, True]] * 3
+
+
+def flags(process: Process, *, over: str) -> list[bool]:
+    comm = process.comm if over == "shared memory" else watched(process, name="flags")
+    found = [comm.any(process.rank in ranks, label="flag") for ranks in ((1,), (), (0, 2))]
+    assert comm.counters.bytes["scalars"] >= 12
+    if over == "gloo":
+        comm.close()
+    return found
 
 
 def test_a_collective_of_a_graph_asks_no_event(comm, device):

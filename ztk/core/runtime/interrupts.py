@@ -77,8 +77,7 @@ class Interrupts:
         own = self._number is not None
         if self._comm is None:
             return own
-        flag = torch.tensor([float(own)])
-        return bool(self._comm.gather_scalars(flag, label="interrupts").any())
+        return self._comm.any(own, label="interrupts")
 
     def stop(self) -> None:
         """Raises Interrupted on every rank."""

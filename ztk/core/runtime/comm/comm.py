@@ -266,6 +266,14 @@ class Comm:
         self._submit(f"scalars {label}", full, lambda t, name: t.all_gather(full.view(-1), label=name)).wait()
         return full
 
+    def any(self, flag: bool, *, label: str) -> bool:
+        """Whether `flag` is set on any rank. For communicators in host memory. Waits."""
+        rows = torch.zeros(self.size)
+        own = rows[self.rank : self.rank + 1].fill_(float(flag))
+        self.counters.count("scalars", numel=1, itemsize=own.itemsize)
+        self._submit(f"scalars {label}", rows, lambda t, name: t.maximum(rows, own=own, label=name)).wait()
+        return bool(own.item())
+
     def gather_numbers(
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
     ) -> list[list[float]]:

@@ -34,6 +34,10 @@ class GlooTransport(Transport):
                 assert work is not None
                 work.wait()
 
+    def maximum(self, rows: Tensor, *, own: Tensor, label: str) -> None:
+        with peer_errors(label):  # one all-reduce: a gather of N ranks is N broadcasts, 90 ms of CPU at 1,024
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> None:
         received = torch.empty_like(full)
         self.all_to_all(full, out=received, label=label)

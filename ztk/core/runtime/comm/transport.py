@@ -29,6 +29,11 @@ class Transport:
         """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         return self.all_reduce(full, own=own, label=label)
 
+    def maximum(self, rows: Tensor, *, own: Tensor, label: str) -> None:
+        """`own` [k], this rank's part of `rows` [size * k] in host memory, becomes the maximum over all ranks. Waits."""
+        self.all_gather(rows, label=label)
+        own.copy_(rows.view(-1, own.numel()).amax(dim=0))
+
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None:
         """A buffer [numel] that all ranks share, or None if they do not share memory."""
         return None

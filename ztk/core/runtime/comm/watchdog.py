@@ -1,12 +1,14 @@
 """Detects ranks that wait in different collectives, for transports that cannot: gloo between machines, NCCL.
 
-Every rank numbers its collectives and periodically writes the last one it entered to a store. A rank that waits long in a collective reads
-which collectives the others entered under the same number. If a label differs, both ranks raise an error. A rank that is late is reported
-once, because it may only be slow. On a GPU the host may be in a call that cannot be interrupted, so the process exits a few seconds after
-the error is found, unless the program has exited by itself.
+Every rank numbers its collectives and periodically writes a few of them to a store: the last ones, and those up to the one it waits for.
+These are about 2 KB per rank, so rank 0's store holds 2 MB of 1,024 ranks. A rank that waits long in a collective reads which collectives the
+others entered under the same number. If a label differs, both ranks raise an error. A rank that is late is reported once, because it may only
+be slow. On a GPU the host may be in a call that cannot be interrupted, so the process exits a few seconds after the error is found, unless
+the program has exited by itself.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 10.0
 _REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the device
+_PUBLISHED = 8  # collectives before the oldest open one, and at the end: a source of a broadcast leaves it before the others enter it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +49,7 @@ class Watchdog:
         """size: ranks of the communicator. patience: seconds that a collective may take before labels are compared."""
         self.mismatch: CommMismatch | None = None
         self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
+        self._prefix = f"ztk/watchdog/{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # a name may list all ranks
         self._ends_process = ends_process
         self._number, self._records = 0, False
         self._labels: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
@@ -92,20 +96,29 @@ class Watchdog:
             forget(threading.current_thread())
 
     def _look(self) -> None:
-        published = 0
+        published: list[tuple[int, str]] = []
         while not self._ended.wait(self._patience / 4):
             with self._lock:
                 self._forget_completed()
                 oldest = self._open[0] if self._open else None
-                number, labels = self._number, list(self._labels)
+                labels = self._around(oldest)
             try:
-                if number != published:
+                if labels != published:
                     self._store.set(self._key(self._rank), json.dumps(labels))
-                    published = number
+                    published = labels
                 if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
                     self._compare(oldest)
             except RuntimeError:  # the rank that served the store is gone; its end is the cause to show
                 return
+
+    def _around(self, oldest: Entered | None) -> list[tuple[int, str]]:
+        """The last collectives, and those from shortly before the oldest open one on to it. The caller holds the lock."""
+        labels = list(self._labels)
+        if oldest is None or not labels:
+            return labels[-_PUBLISHED:]
+        place = oldest.number - labels[0][0]
+        near = labels[max(0, place - _PUBLISHED) : max(0, place + 1)]
+        return near + [each for each in labels[-_PUBLISHED:] if each[0] > oldest.number]
 
     def _forget_completed(self) -> None:
         """The caller holds the lock."""
@@ -137,7 +150,7 @@ class Watchdog:
             logger.warning(text, self._name, self._rank, waited, own.label, "; ".join(late))
 
     def _key(self, rank: int) -> str:
-        return f"ztk/watchdog/{self._name}/{rank}"
+        return f"{self._prefix}/{rank}"
 
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:
