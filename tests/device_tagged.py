@@ -157,6 +157,14 @@ def move(module: torch.nn.Module, *, device: str) -> None:
 
 
 @contextmanager
+def products_of_torch() -> Iterator[None]:
+    """`ztk.nn.linear` multiplies by torch's operation on every device, as on a GPU. On the CPU it calls oneDNN, which rounds differently from
+    MKL on some processors, so equal bits of CPU and tagged tensors need it."""
+    with mock.patch.object(sys.modules["ztk.nn.linear"], "_is_for_onednn", lambda a, b: False):
+        yield
+
+
+@contextmanager
 def backward_elsewhere() -> Iterator[None]:
     """Backwards run on threads of their own, as autograd runs those of a GPU's tensors. A backward inside of one stays on its thread."""
     run, caller = torch.autograd._engine_run_backward, threading.get_ident()

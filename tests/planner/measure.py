@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from tests.device_tagged import products_of_torch
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.zero import ZeroPolicy
@@ -265,7 +266,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "composite", lambda x: False))
         attention, linear = sys.modules["ztk.nn.self_attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
-        stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
+        stack.enter_context(products_of_torch())
         stack.enter_context(mock.patch.object(linear, "_computes_elsewhere", lambda x: True))
         update = sys.modules[
             "ztk.zero.update.piece_update"

@@ -5,12 +5,13 @@ On a CPU, where oneDNN's products write into tensors of their own, the tests swi
 
 import sys
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 
+from tests.device_tagged import products_of_torch
 from tests.planner.measure import SHAPE, Case, planned
 from tests.zero.models import WIDTH, Layout, Model, batches, build, make_engine, train
 from ztk.nn.linear import speed_up_linear_layers
@@ -24,9 +25,7 @@ PLAIN = {"use_all": True, "outside": False}
 def products(*, into_places: bool):
     """Products by torch. into_places: as on a GPU."""
     linear = sys.modules["ztk.nn.linear"]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
-        stack.enter_context(mock.patch.object(linear, "_computes_elsewhere", lambda x: into_places))
+    with products_of_torch(), mock.patch.object(linear, "_computes_elsewhere", lambda x: into_places):
         yield
 
 
