@@ -229,7 +229,7 @@ class ExampleStream:
         step = self._step(examples, numbers=numbers, share=share)
         if examples[0].label is None:
             return step
-        mismatched = _mismatched(examples, seq_len=self._seq_len)
+        mismatched = _mismatched(examples)
         return replace(step, mismatched=self._step(mismatched, numbers=numbers, share=share))
 
     def _step(self, examples: Sequence[Example], *, numbers: Sequence[int], share: Share) -> Step:
@@ -282,14 +282,14 @@ def lengths_of(examples: Examples) -> str:
     return f"texts: {len(lengths)}{made}, {histogram(lengths)}{rejected}"
 
 
-def _mismatched(examples: Sequence[Example], *, seq_len: int) -> list[Example]:
-    """Returns every prompt with the answer of the previous example, truncated to `seq_len` tokens."""
+def _mismatched(examples: Sequence[Example]) -> list[Example]:
+    """Returns every prompt with the answer of the previous example. `data.seq_len` has room for the longest prompt with the longest answer."""
     found = []
     for number, example in enumerate(examples):
         (own,), (other,) = example.texts, examples[number - 1].texts
-        start, first = (int(text.answer.int().argmax()) for text in (own, other))
+        start, first = own.first_answer, other.first_answer
         parts = ((own.tokens[:start], own.answer[:start]), (other.tokens[first:], other.answer[first:]))
-        tokens, answer = (torch.cat(values)[:seq_len] for values in zip(*parts, strict=True))
+        tokens, answer = (torch.cat(values) for values in zip(*parts, strict=True))
         found.append(Example(texts=(Text(tokens=tokens, answer=answer),), label=example.label))
     return found
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ztk.config.aligned import room_faults
 from ztk.config.hugging_face import adds_router_losses, takes_documents
-from ztk.config.lengths import KEY, records_of
+from ztk.config.lengths import KEY, mismatched_fault, mismatched_lengths, records_of
 from ztk.config.other_models import teacher_faults
 from ztk.config.topology import critic_faults, cut_degrees
 from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName, RewardLossName
@@ -13,7 +13,15 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
-from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
+from ztk.core.policies.runs import (
+    ALIGNING,
+    ANSWER_TASKS,
+    RECORDS,
+    distills_draws,
+    has_tokenizer,
+    is_hugging_face,
+    is_labelled,
+)
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -56,6 +64,8 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if len(examples) < 2 and data.validation_fraction:
         yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0"
+    if is_labelled(config) and sum(mismatched_lengths(examples)) > data.seq_len:
+        yield mismatched_fault(examples, limit=f"data.seq_len={data.seq_len}")
     if distills_draws(config) and config.rollout.max_tokens:
         yield from _room_faults([example.texts[0].last_answer.start for example in examples], config=config)
     is_per_token = config.task.name == "reward" and config.reward.loss is RewardLossName.per_token

@@ -24,6 +24,8 @@ from ztk.core.policies.runs import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ztk.rl.align import Example, Prompt
 
 _ROW = 8  # row lengths of a batch are multiples of this
@@ -140,6 +142,11 @@ def _take_from_records(config: Config) -> list[str]:
     examples, context = records_of(config, seq_len=None), config.model.max_seq_len
     lengths = [max(len(text) for text in example.texts) for example in examples]
     if not (too_long := sum(length > context for length in lengths)):
+        if is_labelled(config) and (longest := sum(mismatched_lengths(examples))) > max(lengths):
+            if longest > context:
+                return [mismatched_fault(examples, limit=f"model.max_seq_len={context}")]
+            _derive(config, longest=longest, kind="prompt with the longest answer")
+            return []
         drawn = config.rollout.max_tokens or 0 if distills_draws(config) else 0
         asked = max(example.texts[0].last_answer.start for example in examples) + drawn if drawn else 0
         kind = "record" if max(lengths) >= asked else "prompt with rollout.max_tokens"
@@ -154,6 +161,21 @@ def _take_from_records(config: Config) -> list[str]:
         f"data.path: {too_long:,} of {len(lengths):,} records are longer than the {context:,} tokens of the model (model.max_seq_len); the "
         f"longest has {max(lengths):,}{first}: shorten them, or leave them out"
     ]
+
+
+def mismatched_lengths(examples: "Sequence[Example]") -> tuple[int, int]:
+    """Returns the lengths of the longest prompt and of the longest answer. KTO reads a prompt with the answer to any other one."""
+    texts = [text for example in examples for text in example.texts]
+    return max(text.first_answer for text in texts), max(len(text) - text.first_answer for text in texts)
+
+
+def mismatched_fault(examples: "Sequence[Example]", *, limit: str) -> str:
+    """Returns the fault of examples whose longest prompt and longest answer exceed a limit together."""
+    prompt, answer = mismatched_lengths(examples)
+    return (
+        f"{limit}: dpo.loss=kto also reads a prompt with the answer to another one. The longest of data.path have {prompt:,} and {answer:,} "
+        f"tokens; use data.seq_len={prompt + answer} and a model.max_seq_len of as many, or shorter records"
+    )
 
 
 def _take_from_prompts(config: Config) -> list[str]:

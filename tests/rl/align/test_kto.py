@@ -117,6 +117,22 @@ def test_kto_reads_labels_and_takes_pairs_apart(tmp_path):
         assert moved == [texts[number - 1] for number in range(4)]  # all prompts are equal
 
 
+def test_no_length_cuts_a_mismatched_pair(tmp_path):
+    records = [
+        {"prompt": "a" * 20, "completion": "b", "label": True},
+        {"prompt": "a", "completion": "b" * 20, "label": 0},
+    ]
+    (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    words = ("task=dpo", "dpo.loss=kto", "warm_start.steps=0", f"data.path={tmp_path}/kto.jsonl", "train.eval_every=0")
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "machine": Machine(gpus=0, cores=2)}
+    words = (*words, "data.validation_fraction=0")
+    assert compose(*words, **options).data.seq_len == 48  # 20 and 21 tokens, in rows of 8
+    with pytest.raises(ConfigError, match="data.seq_len=32: dpo.loss=kto .* 20 and 21 tokens; use data.seq_len=41"):
+        compose(*words, "data.seq_len=32", **options)
+    with pytest.raises(ConfigError, match="model.max_seq_len=32: dpo.loss=kto .* 20 and 21 tokens; use"):
+        compose(*words, "model.max_seq_len=32", **options)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

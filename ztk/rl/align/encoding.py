@@ -66,6 +66,11 @@ class Text:
         return len(self.tokens)
 
     @property
+    def first_answer(self) -> int:
+        """The position of the first token that counts, of a text with an answer."""
+        return int(self.answer.int().argmax())
+
+    @property
     def last_answer(self) -> slice:
         """The positions of the last answer, including its end, of a text with an answer."""
         return last_answer(self.answer)
