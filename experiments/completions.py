@@ -68,7 +68,7 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
         }
         if run.episodes:
             own |= {"prompt": run.prompts.prompt_of(samples, row=row)} | of_episode(run.episodes[row])
-        records.append(own | logged | own)  # own values take precedence over columns of `log_extra`
+        records.append(own | logged)
     return records
 
 

@@ -19,6 +19,7 @@ from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
 from ztk.rl.rollout import GuardPolicy, Guards
+from ztk.rl.rollout.rewards import ANSWER_COLUMNS
 from ztk.train import loop as train_loop
 
 ONE = "def one(completions, **kwargs):\n    return [1.0] * len(completions)\n"
@@ -254,7 +255,6 @@ def test_thresholds_of_guards_are_keys():
 LOGS = """
 def letters(completions, log_extra, **kwargs):
     log_extra("upper", [text.upper() for text in completions])
-    log_extra("step", completions)  # the row's own stays
     return [float(len(text)) for text in completions]
 
 def none(completions, **kwargs):
@@ -285,6 +285,7 @@ def test_all_answers_are_written_in_full(ranks, tmp_path):
     for row in rows:
         assert row["rewards.letters"] == row["reward"] and row["rewards.none"] is None
         assert row["upper"] == row["answer"].upper()
+    assert {name for name in rows[0] if not name.startswith("rewards.")} - {"upper"} <= set(ANSWER_COLUMNS)
     groups = [row["prompt"] for row in rows[:16]]
     assert groups == [prompt for prompt in dict.fromkeys(groups) for _ in range(4)]
     assert parquet.read_table(tmp_path / "run" / "answers.parquet").to_pylist() == rows

@@ -6,9 +6,11 @@ import re
 import threading
 import time
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -237,6 +239,12 @@ async def failing_later(completions):
         (lambda prompt, answer, record: float("nan"), "returned nan"),
         (lambda prompt, answer, record: float("inf"), "returned inf"),
         (lambda completions: ["good"], "returned 'good'"),
+        (lambda completions: ["1.0"], "returned '1.0', a str"),
+        (lambda completions: [torch.ones(1)], r"a Tensor of shape (1,)"),
+        (lambda completions: [10**400], "the number inf"),
+        (lambda completions: [1j], "a complex"),
+        (lambda completions: [[1.0]], "a list"),
+        (lambda prompt, answer, record: "1.0", "returned '1.0', a str"),
     ],
 )
 def test_a_bad_reward_stops_and_shows_prompt_answer_and_record(function, said):
@@ -249,8 +257,54 @@ def test_a_bad_reward_stops_and_shows_prompt_answer_and_record(function, said):
 def test_another_number_of_rewards_than_answers_is_refused():
     with pytest.raises(RewardError, match="returned 1 rewards for 2 answers: return one per answer"):
         score(lambda completions: [1.0], of=answered(2))
-    with pytest.raises(RewardError, match="returned 1.0: return a list, with a number or None per answer"):
+    with pytest.raises(RewardError, match="returned 1.0, a float: return a list, with a finite number, or None, per"):
         score(lambda completions: 1.0)
+
+
+async def yields(completions):
+    yield 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        ({0.0: "a", 1.0: "b"}, "a dict"),
+        ({"reward": [1.0, 2.0], "note": [0.0, 0.0]}, "a dict"),
+        ({"a": 1.0, "b": 2.0}.values(), "a dict_values"),
+        ({1.0, 2.0}, "a set"),
+        ("12", "a str"),
+        (b"12", "a bytes"),
+        (torch.ones(2, 1), r"a Tensor of shape \(2, 1\)"),
+        (torch.tensor(1.0), r"a Tensor of shape \(\)"),
+        (numpy.ones((1, 2)), r"a ndarray of shape \(1, 2\)"),
+        ((number for number in (1.0, 2.0)), "a generator"),
+        (map(float, (1, 2)), "a map"),
+        (yields([]), "a async_generator"),
+    ],
+)
+def test_another_kind_than_a_list_is_refused_by_name(returned, kind):
+    """A dict's keys, a text's letters or the rows of a matrix are no rewards."""
+
+    def mine(completions):
+        return returned
+
+    with pytest.raises(RewardError, match=f"(?s)the reward function mine returned .*, {kind}: return a list"):
+        score(mine, of=answered(2))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (1, 0.5),
+        [True, numpy.float32(0.5)],
+        [torch.tensor(1.0), numpy.array(0.5)],
+        [Fraction(1), 0.5],
+        numpy.array([1.0, 0.5]),
+        torch.tensor([1.0, 0.5], dtype=torch.bfloat16),
+    ],
+)
+def test_numbers_of_all_kinds_are_rewards(returned):
+    assert score(lambda completions: returned, of=answered(2)).total.tolist() == [1.0, 0.5]
 
 
 def test_a_hanging_reward_stops_in_time():
@@ -280,6 +334,30 @@ def test_a_function_logs_columns_and_metrics():
 
 
 @pytest.mark.parametrize(
+    ("call", "arguments", "said"),
+    [
+        ("log_extra", ("reward", [1.0]), r"log_extra\('reward', ...\): the table of completions has this column: use"),
+        ("log_extra", ("rewards.f", [1.0]), "the table of completions has this column"),
+        ("log_extra", ("twice", [1.0]), "the table of completions has this column"),
+        ("log_metric", ("lr", 1.0), "'lr' is a column of ztk's: use another name, such as 'my_lr'"),
+        ("log_metric", ("memory.host_bytes", 1.0), "such as 'my_memory_host_bytes'"),
+        ("log_metric", ("reward", 1.0), "'reward' is a column of ztk's"),
+        ("log_metric", ("rollout_x", 1.0), "'rollout_x' is a column of ztk's"),
+        ("log_metric", (1, 1.0), "1 is no name"),
+        ("log_metric", ("accuracy", "0.5"), "got a str: give a finite number, or None"),
+    ],
+)
+def test_a_function_cannot_replace_a_column_of_ztks(call, arguments, said):
+    def logs(completions, **given):
+        given["log_extra"]("twice", [0.0])
+        given[call](*arguments)
+        return [0.0]
+
+    with pytest.raises(RewardError, match=said):
+        score(logs)
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [([1], "has 1 values for 2 answers: give one per answer"), (1.0, "give a list, with a value per")],
 )
@@ -299,8 +377,12 @@ def test_fields_of_records_do_not_replace_the_answers():
         seen.append((prompts, completions))
         return [0.0]
 
-    score(keeps, of=answered(1, completions=["of the record"], prompts=["of the record"]))
+    score(keeps, of=answered(1, completions=["of the record"]))  # as UltraFeedback's have
     assert seen == [(["p"], ["a"])]
+    for name in ("prompts", "trainer_state", "log_extra", "log_metric"):
+        with pytest.raises(RewardError, match=f"has an argument '{name}', and so has the record, .*: rename the field"):
+            score(keeps, of=answered(1, **{name: ["of the record"]}))
+    assert score(lambda completions: [1.0], of=answered(1, log_extra=["not taken"])).total.tolist() == [1.0]
 
 
 def test_a_coroutine_function_that_refuses_its_call_is_named():

@@ -7,12 +7,15 @@ separate thread, so that a call that never returns still times out.
 import asyncio
 import functools
 import inspect
+import math
+import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
+NUMBER = "a finite number, or None"
 _GRACE_SECONDS = 1.0  # time for the loop to report a late coroutine; without a report, something blocks the loop
 
 
@@ -50,6 +53,39 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def values_of(returned: Any) -> list[Any]:
+    """Returns the elements of a list, a tuple, or a tensor or array of one dimension. Raises TypeError for anything else, such as a dict,
+    a text or a generator.
+    """
+    if isinstance(returned, Sequence) and not isinstance(returned, str | bytes | bytearray):
+        return list(returned)
+    if getattr(returned, "ndim", None) == 1 and callable(getattr(returned, "tolist", None)):
+        return returned.tolist()
+    shape = f" of shape {tuple(returned.shape)}" if hasattr(returned, "shape") else ""
+    raise TypeError(f"a {type(returned).__name__}{shape}")
+
+
+def number_of(value: Any) -> float:
+    """Returns a real number, or the value of a tensor or array without dimensions, as a float; NaN for None. A bool counts as 1 or 0.
+
+    Raises TypeError for anything else, such as a text, and for a number that is not finite.
+    """
+    if value is None:
+        return math.nan
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise TypeError(f"a {type(value).__name__}{shape}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise TypeError(f"the number {number}")
+    return number
 
 
 class Calls:

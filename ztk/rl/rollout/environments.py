@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Self
 
 from ztk.rl.align.encoding import Prompt, Said
-from ztk.rl.rollout.calls import Call, Calls, asked
+from ztk.rl.rollout.calls import NUMBER, Call, Calls, asked, number_of
 from ztk.rl.rollout.rewards import OWN_FIELDS, RewardError
 
 _RETURNS = "return observation, reward, done"
@@ -164,11 +164,11 @@ class Environments:
             raise EnvironmentFault(f"{said}: {_RETURNS}")
         observation, reward, done = value
         try:
-            number = None if reward is None else float(reward)
-        except (TypeError, ValueError):
-            raise EnvironmentFault(f"{said}: the reward must be a number or None") from None
-        if number is not None and not math.isfinite(number):
-            raise EnvironmentFault(f"{said}: the reward must be finite, or None")
+            number = None if reward is None else number_of(reward)
+        except TypeError as kind:
+            raise EnvironmentFault(f"{said}: the reward is {kind}; it must be {NUMBER}") from None
+        if type(done).__name__ not in ("bool", "bool_"):  # numpy's has its own type
+            raise EnvironmentFault(f"{said}: done is a {type(done).__name__}; it must be True or False")
         if done:
             return Step(observation=None, reward=number, done=True)
         return Step(observation=self._said(observation, episode=episode, method="step"), reward=number, done=False)

@@ -11,17 +11,29 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ztk.core.policies.columns import column_fault
 from ztk.core.policies.paths import is_object_name
-from ztk.rl.rollout.calls import Call, Calls, asked, parameters_of
+from ztk.rl.rollout.calls import NUMBER, Call, Calls, asked, number_of, parameters_of, values_of
 
 RewardFunction = Callable[..., Any]
+# Columns of an answer in the table of completions, where functions add theirs by `log_extra`.
+ANSWER_COLUMNS = ("step", "prompt", "answer", "reward", "length", "kl", "finished", "turns", "ended", "turn_rewards")
+FUNCTION_COLUMNS = "rewards."  # of the values of single functions, followed by their names
+# Columns of a rollout in the step's row, where functions add theirs by `log_metric`.
+ROLLOUT_COLUMNS = (
+    *("reward", "true_reward", "length", "kl", "entropy", "truncated", "empty", "excluded", "equal_groups", "clipped"),
+    *("turns", "ended_done", "ended_max_turns", "critic_loss"),
+)
+ROLLOUT_PREFIXES = (FUNCTION_COLUMNS, "rollout_", "eval_")
 # Fields of a record that contain the conversation itself.
+OWN_ARGUMENTS = ("prompts", "trainer_state", "log_extra", "log_metric")  # that no field of a record may replace
 OWN_FIELDS = ("prompt", "completion", "completion_ids", "messages")
 
 
@@ -130,8 +142,8 @@ class RewardFunctions:
         logged: dict[str, list[float]] = {}
         given = answered.columns() | {
             "trainer_state": answered.state,
-            "log_extra": extra.__setitem__,
-            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
+            "log_extra": partial(_log_extra, extra),
+            "log_metric": partial(_log_metric, logged),
         }
         # Coroutines run on their loop while plain functions run here.
         started = [self._calls.start(_calls_of(reward, answered=answered, given=given)) for reward in self.rewards]
@@ -185,12 +197,34 @@ def _calls_of(reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -
     common = {"said": f"the reward function {reward.name}", "function": reward.function}
     if not reward.per_answer:
         where = f"for {len(answered)} answers, the first {answered.where(0)}"
-        return [Call(where=where, arguments=asked(reward.function, given=given), **common)]
+        arguments = asked(reward.function, given=given)
+        if taken := [name for name in OWN_ARGUMENTS if name in arguments and any(name in r for r in answered.records)]:
+            raise RewardError(
+                f"{common['said']} has an argument {taken[0]!r}, and so has the record, {where}: rename the field of the records"
+            )
+        return [Call(where=where, arguments=arguments, **common)]
     rows = enumerate(zip(answered.texts, answered.answers, answered.records, strict=True))
     return [
         Call(where=answered.where(row), arguments={"prompt": text, "answer": answer, "record": dict(record)}, **common)
         for row, (text, answer, record) in rows
     ]
+
+
+def _log_extra(extra: dict[str, Any], column: str, values: Any) -> None:
+    """Adds a column to the table of completions. Raises ValueError for one that is there."""
+    if column in extra or column in ANSWER_COLUMNS or str(column).startswith(FUNCTION_COLUMNS):
+        raise ValueError(f"log_extra({column!r}, ...): the table of completions has this column: use another name")
+    extra[column] = values
+
+
+def _log_metric(logged: dict[str, list[float]], name: str, value: Any) -> None:
+    """Adds a value to the mean of a column of the step's row. Raises ValueError for a column of ztk's, and for another value than a number."""
+    if fault := column_fault(name, more=ROLLOUT_COLUMNS, prefixes=ROLLOUT_PREFIXES):
+        raise ValueError(f"log_metric: {fault}")
+    try:
+        logged.setdefault(name, []).append(number_of(value))
+    except TypeError as kind:
+        raise ValueError(f"log_metric({name!r}, {value!r}) got {kind}: give {NUMBER}") from None
 
 
 def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[Any]]:
@@ -212,19 +246,15 @@ def _checked(values: Any, *, reward: Reward, answered: Answered) -> list[float]:
     """Returns a finite number per answer, NaN for None. Raises RewardError for anything else."""
     said = f"the reward function {reward.name} returned"
     try:
-        found = list(values)
-    except TypeError:
-        raise RewardError(f"{said} {values!r}: return a list, with a number or None per answer") from None
+        found = values_of(values)
+    except TypeError as kind:
+        raise RewardError(f"{said} {values!r}, {kind}: return a list, with {NUMBER}, per answer") from None
     if len(found) != len(answered):
         raise RewardError(f"{said} {len(found)} rewards for {len(answered)} answers: return one per answer")
-    numbers = []
+    rewards = []
     for row, value in enumerate(found):
         try:
-            number = math.nan if value is None else float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"{said} {value!r} {answered.where(row)}: return a number, or None") from None
-        if value is not None and not math.isfinite(number):
-            fix = "return a finite number, or None to leave the answer out"
-            raise RewardError(f"{said} {number} {answered.where(row)}: {fix}")
-        numbers.append(number)
-    return numbers
+            rewards.append(number_of(value))
+        except TypeError as kind:
+            raise RewardError(f"{said} {value!r}, {kind}, {answered.where(row)}: return {NUMBER}") from None
+    return rewards
