@@ -223,7 +223,7 @@ def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):
     with make_reporter(tmp_path, every=100) as reporter:
         for step in range(1, 5):
             extra = {"validation_loss": 2.0} if step == 3 else {}
-            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, **extra)
+            reporter.step(loss=torch.tensor(1.0), tokens=1, metrics=Metrics, values=extra)
         summary = reporter.finish(validation_loss=2.0, bigram_entropy=2.3)
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 3, 4]
     assert rows_of(tmp_path)[1]["validation_loss"] == 2.0
@@ -320,7 +320,7 @@ def test_picture(tmp_path):
     with make_reporter(tmp_path) as reporter:
         reporter._gauges.memory.add(tier=Tier.device, category="parameters", nbytes=2_000_000)
         for _ in range(4):
-            reporter.step(loss=torch.tensor(2.0), tokens=64, metrics=Metrics, validation_loss=2.5)
+            reporter.step(loss=torch.tensor(2.0), tokens=64, metrics=Metrics, values={"validation_loss": 2.5})
         reporter.finish(bigram_entropy=2.2)
     data = (tmp_path / "run.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000

@@ -165,23 +165,29 @@ class Reporter:
         metrics: Callable[[], StepMetrics],
         module_metrics: Callable[[], Mapping[str, Any]] | None = None,
         row: bool = False,
-        **extra: float,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
         metrics: called if the step has a row. module_metrics: called then too, for metrics of modules since the last row.
-        row: forces a row. extra: further values, such as `validation_loss`; they imply a row.
+        row: forces a row. values: further ones, such as `validation_loss`; they imply a row.
+
+        Raises ValueError if two of these have a column of one name.
         """
         self._kernels.end()
         self._rows.add(loss=loss, tokens=tokens)
         step = self._rows.step
         timed = self._kernels.is_due(step)
         ends = (self._first_step + 1, self._policy.total_steps)
-        if row or extra or timed or step in ends or step % self._policy.every == 0:
-            written = self._rows.build(metrics()) | extra | dict(module_metrics() if module_metrics else {})
-            if timed:
-                written |= self._kernels.read()
+        if row or values or timed or step in ends or step % self._policy.every == 0:
+            written = self._rows.build(metrics())
+            for more in (
+                values or {},
+                module_metrics() if module_metrics else {},
+                self._kernels.read() if timed else {},
+            ):
+                written = _joined(written, more=more)
             for outlet in self._outlets(step):
                 outlet.row(written)
             self._say_tracker_notice()
@@ -209,7 +215,7 @@ class Reporter:
         self._kernels.close()
         self._profiler.close()
         ranks = self._comm.gather_objects(self._report())
-        summary = self._summary(status="done", error=None) | rank_totals(ranks) | extra
+        summary = _joined(self._summary(status="done", error=None) | rank_totals(ranks), more=extra)
         if self._comm.rank == 0:
             folder = self._policy.folder
             assert self._folder is not None
@@ -298,6 +304,13 @@ class Reporter:
             self._tracker.finish(summary, failed=failed)
             self._say_tracker_notice()
         self._folder = self._progress = self._tracker = None
+
+
+def _joined(values: Mapping[str, Any], *, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both. Numbers on a device are read. Raises ValueError for a name that both have."""
+    if both := [name for name in more if name in values]:
+        raise ValueError(f"{both[0]!r}: two values have this name, one of them ztk's: give yours another name")
+    return {**values, **{name: value.item() if isinstance(value, Tensor) else value for name, value in more.items()}}
 
 
 def _draw(folder: str) -> object:

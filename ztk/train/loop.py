@@ -1,8 +1,8 @@
 """`Loop`: runs optimizer steps with evaluations, checkpoints and reporting between them, the same on every rank."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,14 +11,15 @@ from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.sources import check_sources
 from ztk.report import Reporter
 from ztk.train.engine import Engine
+from ztk.train.measured import Measured
 
 
 class Callback:
     """The hooks of a `Loop`. A callback may have any of these methods; it need not be a subclass.
 
     Every rank calls them in the same order. `loop.step` is the number of the step, starting at 1. A hook may add numbers to
-    `loop.measured`, which go into the step's row, and may set `loop.ended_by` to a reason, which stops the run after this step. Both must
-    be the same on every rank.
+    `loop.measured`, which go into the step's row, under names that nothing else writes, and may set `loop.ended_by` to a reason, which
+    stops the run after this step. Both must be the same on every rank.
     """
 
     def before_step(self, loop: "Loop") -> None:
@@ -87,7 +88,7 @@ class Loop:
         """
         self.engine, self.reporter, self.saver = engine, reporter, saver
         self.step, self.steps, self.tokens = engine.global_steps, steps, tokens
-        self.measured: dict[str, Any] = {}
+        self._measured = Measured()
         self.row_values: Callable[[], Mapping[str, Any]] = dict
         self.is_regular = False
         self.ended_by: str | None = None
@@ -95,6 +96,16 @@ class Loop:
         self._eval_every, self._evaluates_last = eval_every, evaluates_last
         self._saves, self._metric, self._state = saves or (lambda step, ends: False), metric, state
         self._callbacks = tuple(callbacks)
+
+    @property
+    def measured(self) -> Measured:
+        """The values of this step's row, in addition to ztk's."""
+        return self._measured
+
+    @measured.setter
+    def measured(self, values: Measured) -> None:
+        if values is not self._measured:
+            raise AttributeError('loop.measured cannot be replaced: add values by loop.measured["name"] = 1.0')
 
     def run(self) -> str | None:
         """Trains up to `steps`, or until a callback sets `ended_by`. Returns `ended_by`.
@@ -119,13 +130,14 @@ class Loop:
         found = self._evaluate()
         values = found if isinstance(found, Mapping) else {"validation_loss": found}
         loss = values.get("validation_loss", math.nan)
-        self.measured |= {**self.row_values(), **values}
+        with self._writing("evaluate"):
+            self.measured |= {**self.row_values(), **values}
         self.row_values = dict
         self._call("after_evaluation", loss=loss)
         return loss
 
     def _run_step(self, interrupts: Interrupts) -> None:
-        self.measured, self.row_values, evaluated = {}, dict, False
+        self._measured, self.row_values, evaluated = Measured(), dict, False
         self._call("before_step")
         loss = self._train_step(self.step)
         self._call("after_step", loss=loss)
@@ -140,7 +152,9 @@ class Loop:
         saves = self.saver is not None and (interrupted or self._is_saved())
         self._record(loss, row=saves or interrupted or self.ended_by is not None)
         if saves:
+            self._measured.is_recorded = True
             self._save(metric=self._metric(self.measured) if self._metric is not None and evaluated else None)
+            self._measured.is_recorded = False
         if interrupted:
             interrupts.stop()
 
@@ -156,7 +170,7 @@ class Loop:
                 metrics=engine.read_metrics,
                 module_metrics=self._module_metrics,
                 row=row,
-                **self.measured,
+                values=self.measured,
             )
 
     def _module_metrics(self) -> dict[str, Any]:
@@ -177,4 +191,15 @@ class Loop:
         for callback in self._callbacks:
             method = getattr(callback, hook, None)
             if method is not None:
-                method(self, **arguments)
+                with self._writing(callback):
+                    method(self, **arguments)
+
+    @contextmanager
+    def _writing(self, writer: Any) -> Iterator[None]:
+        """Names the writer of `measured` inside."""
+        measured = self._measured
+        measured.writer, before = writer, measured.writer
+        try:
+            yield
+        finally:
+            measured.writer = before

@@ -1,10 +1,12 @@
-"""The columns of `metrics.jsonl` that ztk writes in every run. Values of the user's need other names."""
+"""The columns of `metrics.jsonl` and keys of `summary.json` that ztk writes in every run. Values of the user's need other names."""
 
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second"),
     *("tokens_per_second_per_gpu", "step_seconds", "mfu", "hfu"),
+    *("status", "error", "steps", "first_loss", "final_loss", "step_seconds_median", "loss_digest"),  # of the summary
+    *("parameters", "world_size"),
 )
-PREFIXES = ("memory.", "comm.", "io.", "seconds.", "kernel.")
+PREFIXES = ("memory.", "peak_memory.", "comm.", "io.", "seconds.", "kernel.")
 
 
 def column_fault(name: object, *, more: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> str:
