@@ -140,7 +140,7 @@ def floors() -> str:
                 spec.name, size(shape), quantity(moved, "B"), quantity(backward, "B") if backward else "-",
                 quantity(flops, "FLOP"), f"{max(by_memory, by_flops):.3g} ms, {bound}", *GOALS.get(spec.name, ("-", "-")),
             ])  # fmt: skip
-    header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "share to reach", "against the best peer"]
+    header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "goal: share", "goal: best peer"]
     return markdown(header, rows)
 
 
@@ -264,11 +264,12 @@ python scripts/bench_kernels.py     # writes experiments/results and this page
 
 `python scripts/kernels_page.py` writes the page without measuring. Both read the ops from `ztk.kernels.ALL_OPS`.
 
-## Counted floors
+## Counted floors and goals
 
 The bytes and operations of a perfect kernel for 16-bit tensors, counted from the op's definition. The floor in milliseconds is
 that count divided by the ceilings of one H200, as measured elsewhere: {COPY_GB_PER_S} GB/s of copy, {MATMUL_TFLOP_PER_S} TFLOP/s of
 bfloat16 products. Shares of measured rows are relative to the limits of the same machine in the same run.
+The last two columns are goals, not results.
 
 {floors()}
 

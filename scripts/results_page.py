@@ -70,8 +70,8 @@ def page() -> str:
     parts = [
         "# Results",
         "`python scripts/results_page.py` writes this page from `experiments/results/`. Every section names its command, date, commit and "
-        "machine. The\ncommit is the measured one, or the one that recorded the numbers. **No number on this page is from a GPU:** ztk has "
-        "not been measured on one.",
+        "machine. The\ncommit is the measured one, or the one that recorded the numbers. **No number on this page is from a GPU:** "
+        "[the run on an H200](gpu.md#the-first-run) has a page of its own.",
         "[Claims](claims.md) lists the commands that check ztk's claims, [published runs](published_runs.md) compares plans with runs of other "
         "projects,\nand [the documents' sizes](document_sizes.md) compares plans with four documents.",
         "## Benchmarks",
