@@ -57,6 +57,8 @@ def model_flops(config: Config, *, build: Build) -> int:
     """Returns the model's operations in a step over all devices for MFU; 0 if they cannot be counted."""
     if is_own(config, section="model"):
         return _traced(config, build=build)[0]
+    if not config.data.seq_len:
+        return 0
     if is_hugging_face(config.model):
         from ztk.hf.counts import count_model  # imported late: imports transformers
 
@@ -64,13 +66,13 @@ def model_flops(config: Config, *, build: Build) -> int:
         per_token = count_model(model, seq_len=config.data.seq_len, experts=config.model.experts or 0).flops
     else:
         per_token = policies.decoder_config(config).flops_per_token(config.data.seq_len)
-    return 0 if is_own(config, section="data") else per_token * tokens_of_step(config)
+    return per_token * tokens_of_step(config)
 
 
 def tokens_of_step(config: Config) -> int:
-    """Returns the tokens of a step over all devices; 0 with the user's data, whose items have no known number of tokens."""
+    """Returns the tokens of a step over all devices; 0 with data of the user's that has no `data.seq_len`."""
     assert config.train.global_batch_size is not None, "settled"
-    return 0 if is_own(config, section="data") else config.train.global_batch_size * config.data.seq_len
+    return config.train.global_batch_size * config.data.seq_len
 
 
 def _traced(config: Config, *, build: Build) -> tuple[int, int | None]:

@@ -1,6 +1,7 @@
 """Research from outside: `examples/research` through the command line, with sweeps, resumes, plans and text of own models."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ BARS = (
 )
 
 
-def run(folder: Path, *words: str) -> dict:
+def run(folder: Path, *words: str, environment: dict[str, str] | None = None) -> dict:
     last = {word.partition("=")[0]: word for word in words}  # a key has one value
-    done = run_command(*OWN, *last.values(), f"hydra.run.dir={folder}", cwd=folder.parent)
+    done = run_command(*OWN, *last.values(), f"hydra.run.dir={folder}", cwd=folder.parent, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_summary(folder) | {"printed": done.stdout}
 
@@ -102,3 +103,39 @@ def test_an_own_task_uses_the_loop_as_a_library(tmp_path):
     assert ended["steps"] == 3 and ended["validation_loss"] > 0
     again = run(tmp_path / "again", *SMALL, *words[:2], "zero=stage0", "launch.ranks=2")
     assert again["loss_digest"] == ended["loss_digest"]
+
+
+def test_a_plan_of_own_data_prints_and_counts_tokens_where_it_has_them(tmp_path):
+    words = ("task=plan", "hardware=h100", "precision=bf16", "launch.ranks=2")
+    bars = run(tmp_path / "bars", *words, "model=vit", "data=bars")
+    made = json.loads((tmp_path / "bars" / "plan.json").read_text())
+    assert "MFU" in bars["printed"] and "tokens per second" not in bars["printed"]
+    assert made["mfu"] > 0 and "tokens_per_second_per_gpu" not in made
+    words += ("experiment=conv", "user.width=8", "train.micro_batch_size=4", "plan.tokens=1000000")
+    text = run(tmp_path / "text", *words, "data.seq_len=16")
+    rows = run(tmp_path / "rows", *words, "data._target_=rows.Rows", "data.seq_len=16", environment=_rows(tmp_path))
+    assert "tokens per second and GPU" in text["printed"] and text["printed"] == rows["printed"]
+
+
+@pytest.mark.parametrize("word", ["plan.tokens=1000", "plan.budget_hours=5", "plan.search=true"])
+def test_a_plan_of_items_refuses_prices_and_searches_by_tokens(word, tmp_path):
+    words = ("model=vit", "data=bars", "task=plan", "hardware=h100", word)
+    done = run_command(*OWN, *words, cwd=tmp_path)
+    assert done.returncode == 2 and word.partition("=")[0] in done.stderr and "vit.Bars" in done.stderr
+
+
+def _rows(folder: Path) -> dict[str, str]:
+    """Writes a module with a dataset of tokens and targets, and returns the environment in which it is found."""
+    text = """
+        import torch
+
+        class Rows(torch.utils.data.Dataset):
+            def __init__(self, seq_len):
+                self.seq_len = seq_len
+            def __len__(self):
+                return 64
+            def __getitem__(self, index):
+                return torch.zeros(self.seq_len, dtype=torch.int64), torch.zeros(self.seq_len, dtype=torch.int64)
+    """
+    (folder / "rows.py").write_text(textwrap.dedent(text))
+    return {"PYTHONPATH": str(folder)}

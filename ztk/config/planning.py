@@ -9,6 +9,7 @@ import yaml
 from omegaconf import DictConfig
 
 from ztk.config.arguments import conf_dir
+from ztk.config.own import TARGET
 from ztk.config.topology import settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
@@ -32,9 +33,25 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield from _peer_faults(config)
     if config.plan.search and config.hardware.name is None:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
+    if config.plan.search:
+        sizeless = [*(["model"] if "model" in config.own else []), *([] if config.data.seq_len else ["data"])]
+        for target in (config.own[section][TARGET] for section in sizeless):
+            yield (
+                f"plan.search=true: layouts are ranked by the sizes of a decoder and its sequences, which {target} does not name: leave it "
+                "out, and plan single layouts, such as zero=stage0 and zero=stage3"
+            )
+    yield from _price_faults(config)
     topology = config.topology
     partition = topology.partition if topology.pipeline > 1 else None
     yield from untraced(partition=partition)
+
+
+def _price_faults(config: Config) -> Iterator[str]:
+    """Yields faults of a price in tokens for data of the user's, whose items have no known number of tokens."""
+    for name in ("tokens", "budget_hours"):
+        if getattr(config.plan, name) is not None and not config.data.seq_len:
+            target = config.own["data"][TARGET]
+            yield f"plan.{name}: has no effect with items that have no number of tokens: leave it out, or give {target} an argument seq_len"
 
 
 def _peer_faults(config: Config) -> Iterator[str]:

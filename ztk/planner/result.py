@@ -186,11 +186,14 @@ class Plan:
             yield f"  a step takes {self.step_words}, at the rates {source}; {limit} limits it ({busy})"
             if waits := ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.waits.items()):
                 yield f"  of it computing waits for: {waits}"
+            speed, words = self.tokens_per_second_per_gpu, []
+            if speed is not None:
+                words.append(f"{speed:,.0f} tokens per second and GPU")
             if self.mfu is not None and self.hfu is not None:
-                yield (
-                    f"  {self.tokens_per_second_per_gpu:,.0f} tokens per second and GPU; MFU {self.mfu:.1%}, HFU {self.hfu:.1%} "
-                    f"(of {self.hardware.rate(self.dtype) / 1e12:.4g} TFLOPS in {self.dtype})"
-                )
+                of = f"{self.hardware.rate(self.dtype) / 1e12:.4g} TFLOPS in {self.dtype}"
+                words.append(f"MFU {self.mfu:.1%}, HFU {self.hfu:.1%} (of {of})")
+            if words:
+                yield f"  {'; '.join(words)}"
             yield f"  {self.answer}"
 
     @property
