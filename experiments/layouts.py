@@ -5,7 +5,8 @@
 
 import csv
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,15 +38,24 @@ _REPLACED = (
 )
 
 
-def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:
+def find_layouts(
+    config: Config,
+    *,
+    given: Mapping[str, str],
+    make_plan: Callable[[Config], Plan],
+    folders: Sequence[str | os.PathLike] = (),
+) -> Search:
     """Ranks the layouts of the run `config` with the command line `given`, prints them and writes them into its folder.
 
     The search replaces the options of zero, offload, recompute and topology, and the degrees, for each number of ranks in `plan.ranks`.
-    Other keys of the command line are kept.
+    Other keys of the command line are kept. folders: of `--config-dir`.
     """
     counts = [config.launch.ranks] if config.plan.ranks is None else rank_counts(config.plan.ranks)
     work = workload(config)
-    searches = [_search(config, given=given, make_plan=make_plan, work=replace(work, ranks=count)) for count in counts]
+    searches = [
+        _search(config, given=given, make_plan=make_plan, folders=folders, work=replace(work, ranks=count))
+        for count in counts
+    ]
     found = replace(
         functools.reduce(Search.together, searches),
         price=Price(tokens=config.plan.tokens, budget_hours=config.plan.budget_hours),
@@ -61,14 +71,21 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
     return found
 
 
-def _search(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan], work: Workload) -> Search:
+def _search(
+    config: Config,
+    *,
+    given: Mapping[str, str],
+    make_plan: Callable[[Config], Plan],
+    folders: Sequence[str | os.PathLike],
+    work: Workload,
+) -> Search:
     """Searches the layouts for `work.ranks`."""
     given = {**given, "launch.ranks": str(work.ranks)}
 
     def replan(overrides: tuple[str, ...]) -> Plan | str:
         words = searched(config, given=given, overrides=overrides)
         try:
-            return make_plan(compose(*words, output_dir=config.output_dir))
+            return make_plan(compose(*words, output_dir=config.output_dir, folders=folders))
         except ConfigError as error:
             return error.faults[0]
         except ValueError as error:  # the trace found a module that cannot be cut

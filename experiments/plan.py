@@ -16,7 +16,7 @@ from experiments.layouts import find_layouts
 from experiments.pretrain import build_model
 from experiments.work import model_flops, planned_batch, tokens_of_step, without_values
 from ztk import kernels
-from ztk.config import Config, ConfigError, compose
+from ztk.config import Config, compose, folders_of_run
 from ztk.core.policies.hardware import Hardware
 from ztk.planner import Fix, Plan, Price, fixes, plan
 from ztk.planner.result import size as written
@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     for line in price.lines(made):
         print(line)
     if config.plan.search:
-        find_layouts(config, given=given_overrides(config), make_plan=make_plan)
+        find_layouts(config, given=given_overrides(config), make_plan=make_plan, folders=folders_of_run())
     is_lacking = made.fits is False and not config.plan.search
     found = find_fixes(config) if is_lacking else []
     values = made.as_dict() | price.row(made) | {"plan_seconds": time.perf_counter() - started}
@@ -97,11 +97,11 @@ def find_fixes(config: Config) -> list[Fix]:
 
     def replan(overrides: tuple[str, ...]) -> Plan | None:
         values = given | dict(override.split("=", maxsplit=1) for override in overrides)
+        words = [f"{key}={value}" for key, value in values.items()]
         try:
-            changed = compose(*(f"{key}={value}" for key, value in values.items()), output_dir=config.output_dir)
-        except ConfigError:
+            return make_plan(compose(*words, output_dir=config.output_dir, folders=folders_of_run()))
+        except ValueError:  # refused, or the model cannot be cut that way
             return None
-        return make_plan(changed)
 
     return fixes(replan, levers=list(levers(config, given=given)))
 

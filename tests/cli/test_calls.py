@@ -12,6 +12,7 @@ import pytest
 import ztk
 from ztk.cli.calls import command_words
 
+RESEARCH = Path(__file__).parents[2] / "examples" / "research"
 WAITING = 60
 SMALL = (
     *("model=nano", "data=synthetic", "data.seq_len=32", "train.micro_batch_size=1", "logger=disabled"),
@@ -125,6 +126,26 @@ def ranks_below(folder: Path) -> list[str]:
     """The processes whose command line names `folder`."""
     found = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in found.splitlines() if str(folder) in line and "ztk." in line]
+
+
+def test_calls_take_folders_of_own_options(tmp_path):
+    (tmp_path / "more" / "user").mkdir(parents=True)
+    (tmp_path / "more" / "user" / "narrow.yaml").write_text("width: 8\n")
+    (tmp_path / "more" / "user" / "wide.yaml").write_text("width: 12\n")
+    options = {
+        "config_dir": [RESEARCH / "conf", tmp_path / "more"],
+        "model": "conv",
+        "loss": "smooth",
+        "user": "narrow",
+    }
+    words = ("logger=disabled", "train.micro_batch_size=1", "data.seq_len=16", "train.steps=2")
+    done = ztk.run(*words, "train.quick=true", folder=tmp_path / "run", quiet=True, **options)
+    assert done.runs["parameters"].item() == ztk.plan_run(*words, **options).parameters
+    grid = options | {"user": ["narrow", "wide"], "sweep.quick": True}
+    found = ztk.sweep(*words, folder=tmp_path / "sweep", quiet=True, **grid)
+    assert found.runs["user.width"].tolist() == [8, 12]
+    with pytest.raises(ValueError, match="model=conv: there is no such option"):
+        ztk.run(*words, folder=tmp_path / "without", quiet=True, model="conv")
 
 
 def test_an_interrupt_ends_the_run_and_keeps_the_kernel_and_the_ranks_end_with_it(kernel, tmp_path):

@@ -38,7 +38,7 @@ def test_folders_of_further_options():
         ("train.steps=5 zero=stage1 ++train.steps=6 train.steps=5", "train.steps=5 and train.steps=6"),
         ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a and hydra.run.dir=b"),
         ("data.path=a=b data.path=a=c", "data.path=a=b and data.path=a=c"),
-        ("--config-dir a zero=stage1 --config-dir=b", "--config-dir=b and --config-dir=a"),
+        ("--cfg job zero=stage1 --cfg=all", "--cfg=all and --cfg=job"),
     ],
 )
 def test_two_values_of_one_name_are_refused(line, fault):
@@ -51,6 +51,23 @@ def test_one_value_twice_is_one_value():
     check_doubled(
         ["zero=stage2", "train.steps=5", "zero=stage2"], flags=["--config-dir", "a", "-m", "--config-dir", "a"]
     )
+
+
+def test_folders_of_options_are_named_by_their_flag(tmp_path):
+    (tmp_path / "a" / "model").mkdir(parents=True)
+    (tmp_path / "a" / "model" / "mine.yaml").write_text("dim: 64\n")
+    (tmp_path / "b" / "model").mkdir(parents=True)
+    (tmp_path / "b" / "model" / "mine.yaml").write_text("dim: 32\n")
+    with pytest.raises(ConfigError, match="hydra.searchpath=.*: own options are found by --config-dir FOLDER"):
+        ztk.plan_run(f"hydra.searchpath=[file://{tmp_path / 'a'}]", model="mine")
+    with pytest.raises(
+        ConfigError, match=r"model=mine: is in .*a/model/mine.yaml and in .*b/model/mine.yaml, and they"
+    ):
+        ztk.plan_run(model="mine", config_dir=[tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match="config_dir=.*/missing: there is no such folder"):
+        ztk.plan_run(config_dir=tmp_path / "missing")
+    refused = run_command("--config-dir", "missing", cwd=tmp_path)
+    assert refused.returncode == 2 and "--config-dir=" in refused.stderr and "no such folder" in refused.stderr
 
 
 def test_a_command_and_a_call_refuse_two_values(tmp_path):

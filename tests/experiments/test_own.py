@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.plan import find_fixes
 from experiments.user_objects import own_callbacks
 from tests.commands import run_command
 from ztk.config import compose
@@ -122,6 +123,16 @@ def test_a_plan_of_items_refuses_prices_and_searches_by_tokens(word, tmp_path):
     words = ("model=vit", "data=bars", "task=plan", "hardware=h100", word)
     done = run_command(*OWN, *words, cwd=tmp_path)
     assert done.returncode == 2 and word.partition("=")[0] in done.stderr and "vit.Bars" in done.stderr
+
+
+def test_fixes_of_a_plan_have_the_own_options(tmp_path, monkeypatch):
+    words = ("task=plan", "experiment=conv", "user.width=64", "hardware=h100", "train.micro_batch_size=64")
+    words += ("hardware.capacity_bytes=20000000", "hardware.reserve_bytes=0", "launch.ranks=2")
+    monkeypatch.syspath_prepend(RESEARCH)
+    monkeypatch.setenv("ZTK_CONFIG_DIRS", str(RESEARCH / "conf"))
+    config = compose(*words, output_dir=tmp_path, folders=[RESEARCH / "conf"])
+    (tmp_path / "overrides.json").write_text(json.dumps(dict(word.split("=") for word in words)))
+    assert find_fixes(config)[0].plan.fits
 
 
 def _rows(folder: Path) -> dict[str, str]:

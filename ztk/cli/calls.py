@@ -22,6 +22,7 @@ from ztk.report.sweep import SWEEP, read_sweep
 if TYPE_CHECKING:
     from ztk.report.history import Runs
 
+ConfigDir = str | os.PathLike | Sequence[str | os.PathLike] | None
 _TAIL_LINES = 60
 _TERMINAL = (
     "FORCE_COLOR",
@@ -42,7 +43,13 @@ class RunFailed(RuntimeError):
         return (_failed_again, (str(self), self.folder))
 
 
-def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = False, **keys: Any) -> "Runs":
+def run(
+    *overrides: str,
+    folder: str | os.PathLike | None = None,
+    config_dir: ConfigDir = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> "Runs":
     """Starts one run like `python run.py OVERRIDES`, waits for its end and returns its record.
 
         done = ztk.run("zero=stage3", "train.steps=20", model="tiny", **{"data.seq_len": 64})
@@ -53,6 +60,7 @@ def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = 
     Args:
         *overrides: Words of the command line.
         folder: Folder of the run. Defaults to a new one below `outputs/`.
+        config_dir: Folder with options of your own, or several, as `--config-dir`; see docs/extending.md.
         quiet: Suppresses the run's output. Errors still contain their cause.
         **keys: Overrides as keywords.
 
@@ -65,12 +73,17 @@ def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = 
     """
     words = command_words(overrides, keys=keys)
     place = _place(folder, parent="outputs")
-    _command([*words, f"hydra.run.dir={quoted(place)}"], folder=place, quiet=quiet)
+    _command([*flags_of(config_dir), *words, f"hydra.run.dir={quoted(place)}"], folder=place, quiet=quiet)
     return _load(place)
 
 
 def sweep(
-    *overrides: str, folder: str | os.PathLike | None = None, check: bool = True, quiet: bool = False, **keys: Any
+    *overrides: str,
+    folder: str | os.PathLike | None = None,
+    config_dir: ConfigDir = None,
+    check: bool = True,
+    quiet: bool = False,
+    **keys: Any,
 ) -> "Runs":
     """Runs the jobs of a grid like `python run.py -m OVERRIDES` and returns their records.
 
@@ -80,6 +93,7 @@ def sweep(
     Args:
         *overrides: Words of the command line.
         folder: Folder of the sweep. An existing sweep is continued: finished jobs do not run again, so a notebook cell can be repeated.
+        config_dir: As in `ztk.run`.
         check: Raises RunFailed for failed or refused jobs. With False, such jobs are rows with their `status`.
         quiet: Suppresses the runs' output.
         **keys: Overrides as keywords. A list is a range of the grid.
@@ -92,8 +106,26 @@ def sweep(
     place = _place(folder, parent="multirun")
     where = "sweep.resume" if (place / SWEEP).exists() else "hydra.sweep.dir"
     grid = [] if any(word.startswith("sweep=") for word in words) else ["-m"]
-    _command([*grid, *words, f"{where}={quoted(place)}"], folder=place, quiet=quiet, check=check)
+    _command([*flags_of(config_dir), *grid, *words, f"{where}={quoted(place)}"], folder=place, quiet=quiet, check=check)
     return _load(place)
+
+
+def config_dirs(given: ConfigDir) -> list[str]:
+    """Returns the folders of `config_dir`, absolute.
+
+    Raises:
+        ValueError: a folder does not exist.
+    """
+    listed = [] if given is None else [given] if isinstance(given, str | os.PathLike) else given
+    folders = [os.path.abspath(folder) for folder in listed]
+    if missing := [folder for folder in folders if not os.path.isdir(folder)]:
+        raise ValueError(f"config_dir={missing[0]}: there is no such folder")
+    return folders
+
+
+def flags_of(given: ConfigDir) -> list[str]:
+    """Returns `config_dir` as flags of the command line."""
+    return [f"--config-dir={folder}" for folder in config_dirs(given)]
 
 
 def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str]:
@@ -105,7 +137,9 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
     words = [*overrides, *(f"{key}={_text(value)}" for key, value in keys.items())]
     for word in words:
         if not isinstance(word, str) or word.startswith("-"):
-            raise ValueError(f"{word!r}: is not an override; write key=value, and start sweeps with ztk.sweep")
+            raise ValueError(
+                f"{word!r}: is not an override; write key=value, ztk.sweep for -m, config_dir=FOLDER for --config-dir"
+            )
         if word.startswith(_PLACES):
             raise ValueError(f"{word}: cannot be set here; pass folder=FOLDER instead")
     from ztk.config import check_doubled  # imported late because it imports Hydra

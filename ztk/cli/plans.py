@@ -1,12 +1,15 @@
 """`ztk.plan_run` and `ztk.search_layouts`: `task=plan` and `plan.search=true` from Python, in this process."""
 
 import contextlib
+import importlib
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ztk.cli.calls import command_words
+from ztk.cli.calls import ConfigDir, command_words, config_dirs
 from ztk.config import Config, compose
 from ztk.worker import import_task
 
@@ -17,27 +20,32 @@ _TASK, _TRAINING = "task=plan", "task=pretrain"
 _RECORDED = ("train.quick=",)  # keys about a run's record; a plan rejects them
 
 
-def plan_run(*overrides: str, **keys: Any) -> "Plan":
+def plan_run(*overrides: str, config_dir: ConfigDir = None, **keys: Any) -> "Plan":
     """Plans the run that `ztk.run` would start with the same arguments: its memory, traffic and compute. Starts nothing.
 
         plan = ztk.plan_run("zero=stage3", "model=7b", "launch.ranks=64", hardware="h100")
         plan.as_dict()["peak_memory.device_bytes"], plan.fits
 
-    overrides, keys: as in `ztk.run`. Use `ztk.plan` for a model of your own.
+    overrides, config_dir, keys: as in `ztk.run`. Python imports modules of the user's once: reload one that has changed.
 
     Raises:
         ValueError: the configuration is invalid or cannot be planned.
     """
     words = _words(overrides, keys=keys)
-    return import_task("experiments.plan").make_plan(compose(*words, output_dir="."))
+    with importable(folders := config_dirs(config_dir)):
+        return import_task("experiments.plan").make_plan(compose(*words, output_dir=".", folders=folders))
 
 
 def search_layouts(
-    *overrides: str, folder: str | os.PathLike | None = None, quiet: bool = False, **keys: Any
+    *overrides: str,
+    folder: str | os.PathLike | None = None,
+    config_dir: ConfigDir = None,
+    quiet: bool = False,
+    **keys: Any,
 ) -> "Search":
     """Ranks the layouts of a run and plans the best of them. Returns them as `.rows()`, and the reasons for excluded ones as `.dropped`.
 
-    overrides, keys: as in `ztk.run`, with `hardware`. `plan.traced` sets how many layouts are planned.
+    overrides, config_dir, keys: as in `ztk.run`, with `hardware`. `plan.traced` sets how many layouts are planned.
     folder: where to write `search.json` and `search.csv`. If omitted, nothing is written.
     quiet: suppresses the progress and the table.
 
@@ -48,16 +56,30 @@ def search_layouts(
     with contextlib.ExitStack() as stack:
         place = folder if folder is not None else stack.enter_context(tempfile.TemporaryDirectory())
         Path(place).mkdir(parents=True, exist_ok=True)
-        config = compose(*words, output_dir=place)
+        folders = config_dirs(config_dir)
+        stack.enter_context(importable(folders))
+        config = compose(*words, output_dir=place, folders=folders)
         if quiet:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        return _search(config, words=words)
+        return _search(config, words=words, folders=folders)
 
 
-def _search(config: Config, *, words: list[str]) -> "Search":
+def _search(config: Config, *, words: list[str], folders: list[str]) -> "Search":
     given = dict(word.split("=", maxsplit=1) for word in words)
-    program = import_task("experiments.plan")
-    return import_task("experiments.layouts").find_layouts(config, given=given, make_plan=program.make_plan)
+    make_plan = import_task("experiments.plan").make_plan
+    return import_task("experiments.layouts").find_layouts(config, given=given, make_plan=make_plan, folders=folders)
+
+
+@contextlib.contextmanager
+def importable(folders: list[str]) -> Iterator[None]:
+    """Finds modules next to the folders of `config_dir`, as a run does."""
+    before = sys.path[:]
+    sys.path[:0] = map(os.path.dirname, folders)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _words(overrides: tuple[str, ...], *, keys: dict[str, Any]) -> list[str]:

@@ -211,10 +211,14 @@ class Session:
             except ValueError as error:
                 raise ConfigError([str(error)]) from None
         flags, overrides = configuration.split_flags(arguments)
+        flags = configuration.join_folders(flags)
         extra = configuration.extra_folders(flags)
         folders = [configuration.conf_dir(), *extra]
         self._flags = [word for folder in extra for word in ("--config-dir", folder)]
         _find_modules(extra)
+        os.environ[configuration.CONFIG_DIRS] = os.pathsep.join(
+            map(os.path.abspath, extra)
+        )  # for plans that compose again
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
@@ -236,7 +240,7 @@ class Session:
             config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)
             return configuration.to_explained_yaml(config, acting_alone=asked == "job").rstrip()
         line = read_line(words, flags=flags)
-        sys.argv[1:] = line.flags + line.words
+        sys.argv[1:] = configuration.flags_of_hydra(line.flags) + line.words
         if line.options is not None:
             self._prepare_sweep(line)
         return None

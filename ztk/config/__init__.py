@@ -1,6 +1,16 @@
 """Configuration with Hydra: a typed schema, rules between its groups, and composition. Does not import torch."""
 
-from ztk.config.arguments import check_doubled, conf_dir, extra_folders, parse_arguments, split_flags
+from ztk.config.arguments import (
+    CONFIG_DIRS,
+    check_doubled,
+    conf_dir,
+    extra_folders,
+    flags_of_hydra,
+    folders_of_run,
+    join_folders,
+    parse_arguments,
+    split_flags,
+)
 from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import SWEEPER, compose, to_config
 from ztk.config.ds_config import expand_ds_config
@@ -23,6 +33,7 @@ from ztk.core.policies.runs import is_own, reads_documents
 from ztk.core.policies.sweep import RepeatWith, SweepConfig
 
 __all__ = [
+    "CONFIG_DIRS",
     "SWEEPER",
     "Config",
     "ConfigError",
@@ -46,6 +57,8 @@ __all__ = [
     "extra_folders",
     "find",
     "find_reference",
+    "flags_of_hydra",
+    "folders_of_run",
     "from_yaml",
     "hardware_values",
     "has_rewards",
@@ -54,6 +67,7 @@ __all__ = [
     "is_own",
     "is_text_model",
     "job_hash",
+    "join_folders",
     "load",
     "on_fewer_ranks",
     "only_resume",

@@ -1,6 +1,7 @@
 """Checks the command line before Hydra does: moves flags to the front and reports every wrong name, option and value at once."""
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -19,6 +20,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, holds_int, holds_number, holds_table, line_keys, named_by, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET, USER
 from ztk.config.suggest import near_keys, near_options
+from ztk.core.launch import quoted
 from ztk.core.policies.suggest import did_you_mean
 
 _REPLACED = (
@@ -38,6 +40,8 @@ _WITH_VALUE = {
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
     *("--package", "-p", "--cfg", "-c", "--experimental-rerun"),
 }
+SEARCH_PATH = "hydra.searchpath"
+CONFIG_DIRS = "ZTK_CONFIG_DIRS"  # environment variable of a run's ranks: the folders of `--config-dir`
 _INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*))?(=(?P<value>.*))?", re.DOTALL)
 _NAME = re.compile(r"[a-z_][\w-]*", re.ASCII | re.IGNORECASE)  # of a key or group in Hydra's grammar
@@ -62,9 +66,44 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def extra_folders(flags: list[str]) -> list[str]:
-    """Returns the folders of `--config-dir`."""
-    found = [value for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd")]
-    return found + [flag.partition("=")[2] for flag in flags if flag.startswith("--config-dir=")]
+    """Returns the folders of `--config-dir`, which a line may have several times."""
+    return _take_folders(flags)[0]
+
+
+def folders_of_run() -> list[str]:
+    """Returns the folders of `--config-dir` of the command that started this rank."""
+    return [folder for folder in os.environ.get(CONFIG_DIRS, "").split(os.pathsep) if folder]
+
+
+def join_folders(flags: list[str]) -> list[str]:
+    """Returns the flags with one word per folder, `--config-dir=/ABSOLUTE`."""
+    folders, others = _take_folders(flags)
+    return [*others, *(f"--config-dir={os.path.abspath(folder)}" for folder in folders)]
+
+
+def flags_of_hydra(flags: list[str]) -> list[str]:
+    """Returns the flags for Hydra, whose `--config-dir` is one folder and which finds several by `hydra.searchpath`."""
+    folders, others = _take_folders(flags)
+    return [*others, search_path(folders)] if folders else others
+
+
+def search_path(folders: Sequence[str | os.PathLike]) -> str:
+    """Returns the override by which Hydra reads option files of `folders`, after ztk's own."""
+    return f"{SEARCH_PATH}=[{','.join(quoted(f'file://{Path(folder).absolute()}') for folder in folders)}]"
+
+
+def _take_folders(flags: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the folders of `--config-dir` and the other flags."""
+    folders, others = [], []
+    pending = iter(flags)
+    for flag in pending:
+        if flag in ("--config-dir", "-cd"):
+            folders += [value for value in [next(pending, None)] if value is not None]
+        elif flag.startswith("--config-dir="):
+            folders.append(flag.partition("=")[2])
+        else:
+            others.append(flag)
+    return list(dict.fromkeys(folders)), others
 
 
 def conf_dir() -> str:
@@ -156,12 +195,16 @@ def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
     """Raises ConfigError if a user's option file has the name of one of ztk's, which would hide it (identical files are fine), or if a
     group of the user's (`groups`) has the name of a section of keys."""
     ours, *others = map(Path, folders)
+    if missing := [folder for folder in others if not folder.is_dir()]:
+        raise ConfigError([f"--config-dir={folder}: there is no such folder" for folder in missing])
     taken = groups & {"output_dir", *(name.partition(".")[0] for name in line_keys())}
     faults = [
         f"{group}: a section of ztk has the name of your group of options; rename its folder" for group in sorted(taken)
     ]
+    first: dict[str, Path] = {}
     for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
         usual = ours / path.parent.name / path.name
+        other = first.setdefault(f"{path.parent.name}={path.stem}", path)
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -177,12 +220,17 @@ def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
             faults.append(
                 f"{word}: ztk has an option of this name, which would be taken in place of {path}; rename your file"
             )
+        if other.read_bytes() != path.read_bytes():
+            faults.append(
+                f"{path.parent.name}={path.stem}: is in {other} and in {path}, and they differ; rename one file"
+            )
     if faults:
         raise ConfigError(faults)
 
 
 def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> None:
     """Raises ConfigError for every key, group and flag that a command line sets twice. Hydra would silently use the last value."""
+    flags = _take_folders([*flags])[1]
     words = [*overrides, *(flag for flag in flags if "=" in flag)]
     words += [f"{flag}={value}" for flag, value in pairwise(flags) if flag in _WITH_VALUE]
     given: dict[str, list[str]] = {}
@@ -215,6 +263,9 @@ def _faults(override: str, *, options: dict[str, list[str]], own: frozenset[str]
         yield f"{override}: an option is written key=value; --help lists all"
         return
     sign, key, value = match["sign"] or "", match["key"], match["value"]
+    if key == SEARCH_PATH:
+        yield f"{override}: own options are found by --config-dir FOLDER, or config_dir=FOLDER in Python; give it once per folder"
+        return
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return
     if "." in key and key.partition(".")[0] in own and (value is not None or sign == "~"):

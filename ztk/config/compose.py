@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.arguments import OVERLAYS, conf_dir, declare_groups, parse_arguments, read_option
+from ztk.config.arguments import OVERLAYS, conf_dir, declare_groups, parse_arguments, read_option, search_path
 from ztk.config.batch import round_faults
 from ztk.config.derived import derive_choices, settle
 from ztk.config.ds_config import expand_ds_config
@@ -61,7 +61,10 @@ ConfigStore.instance().store(
 
 
 def compose(
-    *overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None, folders: Sequence[str] = ()
+    *overrides: str,
+    output_dir: str | os.PathLike,
+    machine: Machine | None = None,
+    folders: Sequence[str | os.PathLike] = (),
 ) -> Config:
     """Returns the configuration that `python run.py OVERRIDES...` would run, without starting it. Raises ConfigError.
 
@@ -70,8 +73,7 @@ def compose(
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
     words = take_run_words(words, has_ranks=bool(machine.started_ranks)).words
-    arguments = parse_arguments(words, folders=[conf_dir(), *folders])
-    places = ",".join(f"'file://{Path(folder).absolute()}'" for folder in folders)
+    arguments = parse_arguments(words, folders=[conf_dir(), *map(os.fspath, folders)])
     if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
         raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
     folder = str(Path(output_dir).absolute())
@@ -79,7 +81,7 @@ def compose(
         with initialize_config_dir(conf_dir(), version_base="1.3"):
             choices = hydra_compose(
                 "config",
-                overrides=[*arguments, f"output_dir={folder}", *([f"hydra.searchpath=[{places}]"] if folders else [])],
+                overrides=[*arguments, f"output_dir={folder}", *([search_path(folders)] if folders else [])],
                 return_hydra_config=True,
             )
     except (HydraException, yaml.YAMLError) as error:
