@@ -98,6 +98,37 @@ def test_an_own_schedule_and_callback_act_and_are_recorded(tmp_path):
     assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025])
 
 
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("word", ["~callbacks", "callbacks=null", "~callbacks.patience"])
+def test_a_callback_of_an_experiment_can_be_planned_and_taken_out(word, folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(RESEARCH)
+    folders = [RESEARCH / "conf"]
+    if folder:  # a folder of options makes `callbacks` a group for Hydra
+        folders.append(tmp_path / "conf")
+        (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+        (tmp_path / "conf" / "callbacks" / "some.yaml").write_text("some: {_target_: pace.Patience}\n")
+    kept = compose("experiment=paced", "task=plan", output_dir=tmp_path, folders=folders)
+    assert list(kept.own["callbacks"]) == ["patience"]
+    without = compose("experiment=paced", word, output_dir=tmp_path, folders=folders)
+    assert "callbacks" not in without.own and "scheduler" in without.own
+    assert compose("experiment=null", output_dir=tmp_path, folders=folders).own == {}
+
+
+def test_taking_out_names_its_faults(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(RESEARCH)
+
+    def fault(*words: str) -> str:
+        with pytest.raises(ValueError) as raised:
+            compose("experiment=paced", *words, output_dir=tmp_path, folders=[RESEARCH / "conf"])
+        return str(raised.value)
+
+    assert "~callbacks and callbacks.more._target_=pace.Patience: exclude each other" in fault(
+        "~callbacks", "callbacks.more._target_=pace.Patience"
+    )
+    assert "callbacks.patients" in fault("~callbacks.patients")
+    assert "a run has one option of this group" in fault("~model")
+
+
 def test_an_own_task_uses_the_loop_as_a_library(tmp_path):
     words = ("task._target_=copying.main", "task.longest=6", "zero=stage3", "offload=nvme", "launch.ranks=2")
     ended = run(tmp_path / "run", *SMALL, *words)

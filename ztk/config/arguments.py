@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, holds_int, holds_number, holds_table, line_keys, named_by, section_of
-from ztk.config.own import FREE, OBJECTS, TARGET, USER
+from ztk.config.own import FREE, OBJECTS, TARGET, USER, is_emptied
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.launch import quoted
 from ztk.core.policies.suggest import did_you_mean
@@ -29,6 +29,7 @@ _REPLACED = (
     "optimizer",
     "scheduler",
 )  # an object of the user's replaces the option that config.yaml chooses
+_NULLABLE = ("experiment", "sweep", *FREE)  # of these groups, a line may choose no option
 OVERLAYS = (
     "algorithm",
     "task",
@@ -169,7 +170,13 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
             ]
         faults += found
         if not found:
-            accepted.append(_for_hydra(override, groups=groups, own=own))
+            accepted.append(_for_hydra(override, options=options, groups=groups, own=own))
+    for name in (name for name in FREE if is_emptied(name, words=accepted)):
+        faults += [
+            f"~{name} and {word}: exclude each other; take single ones away by ~{name}.NAME"
+            for word in accepted
+            if word.lstrip("+").startswith(f"{name}.")
+        ]
     if faults:
         raise ConfigError(faults)
     named = [named_by(word) for word in accepted]
@@ -183,9 +190,13 @@ def declare_groups(groups: Iterable[str] = ()) -> None:
     ConfigStore.instance().store(name="ztk_groups", node={"defaults": defaults})
 
 
-def _for_hydra(override: str, *, groups: frozenset[str], own: frozenset[str]) -> str:
+def _for_hydra(
+    override: str, *, options: Mapping[str, Sequence[str]], groups: frozenset[str], own: frozenset[str]
+) -> str:
     """Returns an accepted override as Hydra reads it. groups: of the user's. own: sections that take any key."""
     name = named_by(override)
+    if name in _NULLABLE and is_emptied(name, words=[override]):
+        return f"~{name}" if name in options else f"{name}=null"  # Hydra has no null for groups
     if name in groups:
         return f"{name}@{USER}.{name}={override.partition('=')[2]}"
     return override if name.partition(".")[0] in own else _whole_numbers(override)
@@ -291,6 +302,8 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
             yield f"{override}: the key exists, write {key}={value}"
         else:
             yield from _value_faults(key, value, hint=known[key].hint)
+    elif key in FREE and (sign, value) in (("~", None), ("", "null")):
+        return
     elif key in FREE or any(name.startswith(f"{key}.") for name in known):
         if sign or (value and value[0] not in "{$"):
             near = did_you_mean(near_keys(key, keys=known))
@@ -302,11 +315,9 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
 
 def _free_faults(override: str, *, sign: str, key: str) -> Iterator[str]:
     value = override.partition("=")[2]
-    if sign == "~":
-        yield f"{override}: a key cannot be removed; set it, or leave it out"
-    elif not all(_NAME.fullmatch(part) or (part.isascii() and part.isdecimal()) for part in key.split(".")):
+    if not all(_NAME.fullmatch(part) or (part.isascii() and part.isdecimal()) for part in key.split(".")):
         yield f"{override}: {key} is no key: names of a to z, digits, _ and -, a letter first, with dots between them"
-    else:
+    elif sign != "~":
         try:
             OverridesParser.create().parse_override(override)
         except HydraException:
@@ -318,10 +329,10 @@ def _group_faults(
 ) -> Iterator[str]:
     if package is not None:
         yield f"{group}@{package}: a group has one place; write {group}={value}"
+    if (sign, value) in (("~", None), ("", "null"), ("", "")) and group in _NULLABLE:
+        return
     if sign:
         yield f"{sign}{group}: a run has one option of this group; write {group}=OPTION"
-        return
-    if value in ("null", "") and group in ("experiment", "sweep", *FREE):
         return
     assert value is not None
     if not _NAME.fullmatch(group):

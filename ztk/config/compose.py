@@ -24,7 +24,7 @@ from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_files, take_sizes
 from ztk.config.keys import SWEEP, flatten, named_by, run_keys, section_of
 from ztk.config.lengths import take_lengths
-from ztk.config.own import OBJECTS, USER, keyless, take_user
+from ztk.config.own import OBJECTS, USER, empty_free, keyless, take_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.record import key_types, refusal, without_objects
 from ztk.config.renamed import rename_keys
@@ -99,6 +99,7 @@ def to_config(
     choices: the composed configuration. overrides: `key=value` words of the command line. options: the chosen option of every group.
     """
     try:
+        empty_free(choices, overrides=overrides)
         if faults := [*keyless(choices), *take_user(choices)]:
             raise ConfigError(faults)
         choices, own, user = without_objects(choices, overrides=overrides)

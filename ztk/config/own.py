@@ -7,7 +7,7 @@ A section with a `_target_` holds the arguments of one object. Of ztk's keys it 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -68,7 +68,7 @@ OBJECTS = {
     "reward": _Object(tasks=("grpo", "ppo"), kept=tuple(vars(RewardConfig()))),
     "task": _Object(neutral={"name": "pretrain", "module": "experiments.pretrain"}, kept=("name", "module"), passed=1),
     "loss": _Object(tasks=_TRAINING),
-    CALLBACKS: _Object(tasks=("pretrain",)),
+    CALLBACKS: _Object(tasks=_TRAINING),
 }
 
 
@@ -76,6 +76,21 @@ def is_own_key(config: Config, *, key: str) -> bool:
     """Returns whether `key` belongs to a user's object."""
     section, _, name = key.partition(".")
     return section in config.own and name not in OBJECTS[section].kept
+
+
+def is_emptied(name: str, *, words: Iterable[str]) -> bool:
+    """Returns whether a command line takes away all of a section, by `~NAME` or `NAME=null`."""
+    return not {f"~{name}", f"{name}=", f"{name}=null"}.isdisjoint(words)
+
+
+def empty_free(choices: DictConfig, *, overrides: Sequence[str]) -> None:
+    """Takes away everything that options and experiments set in a section of `FREE` that the command line takes away.
+
+    Hydra takes away only the choice of an option where a folder of options has the section's name.
+    """
+    for name in FREE:
+        if is_emptied(name, words=overrides):
+            choices[name] = {}
 
 
 def keyless(choices: DictConfig) -> Iterator[str]:
