@@ -10,6 +10,8 @@ import torch
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.core.policies.zero import ZeroPolicy
+from ztk.deepspeed.names.finder import Finder
+from ztk.deepspeed.names.table import GONE, MODULES
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.tools import timers
 from ztk.deepspeed.version import git_hash
@@ -41,59 +43,13 @@ def test_stages_are_their_numbers():
     assert [ZeroPolicy(stage=stage).shards_gradients for stage in ZeroStageEnum] == [False, False, True, True]
 
 
-def scales(scaler, overflows):
-    """The scale after each step."""
-    found = []
-    for overflow in overflows:
-        scaler.update_scale(overflow)
-        found.append(scaler.loss_scale)
-    return found
-
-
-def dynamic(**changes):
-    options = {
-        "init_scale": 256,
-        "scale_window": 2,
-        "min_scale": 64,
-        "delayed_shift": 1,
-        "consecutive_hysteresis": False,
-    }
-    return scalers.DynamicLossScaler(**options | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "overflows", "expected"),
-    [  # recorded from DeepSpeed 0.19.8
-        ({}, [0, 0, 0, 0, 0], [256, 256, 512, 512, 1024]),
-        ({}, [1, 0, 0, 1, 0, 0, 0], [128, 128, 128, 64, 64, 64, 128]),
-        ({"delayed_shift": 2}, [1, 1, 1, 0, 0, 0, 1, 1], [256, 128, 64, 64, 64, 128, 128, 64]),
-        ({"delayed_shift": 2, "consecutive_hysteresis": True}, [1, 0, 1, 1], [256, 256, 256, 128]),
-        ({"min_scale": 128, "raise_error_at_min_scale": False}, [1, 1, 1], [128, 128, 128]),
-    ],
-)
-def test_a_dynamic_loss_scale_step_by_step(changes, overflows, expected):
-    assert scales(dynamic(**changes), overflows) == expected
-
-
-def test_a_dynamic_loss_scale_at_its_end():
-    scaler = dynamic(min_scale=128)
-    scaler.update_scale(True)
-    with pytest.raises(FloatingPointError, match="min_scale=128"):
-        scaler.update_scale(True)
-    with pytest.raises(ValueError, match="scale_window=0"):
-        dynamic(scale_window=0)
-
-
-def test_a_loss_scale_in_a_scripts_own_loop():
-    weight = torch.nn.Parameter(torch.tensor([3.0]))
-    scaler = scalers.LossScaler(scale=8)
-    scaler.backward((weight * 2).sum())
-    assert weight.grad.item() == 16 and scaler.scale_gradient(None, [weight.grad], None)[0].item() == 128
-    assert scales(scaler, [True, False]) == [8, 8] and not scaler.dynamic
-    found = dynamic()
-    assert not found.has_overflow_serial([weight])
-    weight.grad.fill_(float("inf"))
-    assert found.has_overflow_serial([weight]) and found.dynamic
+def test_names_that_went_show_the_way():
+    for name in ("runtime.constants", "runtime.pipe.schedule", "runtime.zero.tiling"):
+        with pytest.raises(ModuleNotFoundError, match="does not offer this module; "):
+            Finder().find_spec(f"deepspeed.{name}")
+        assert GONE[f"deepspeed.{name}"] and f"deepspeed.{name}" not in MODULES
+    with pytest.raises(AttributeError, match="TiledLinear: not offered by ztk; use nn.Linear with topology.tensor"):
+        deepspeed.zero.TiledLinear  # noqa: B018
 
 
 def test_partitions_are_bounds():
@@ -246,18 +202,8 @@ def test_attributes_by_dotted_names():
     assert model[0][0] is new and model[1] is new
 
 
-def test_constants_are_deepspeeds():
-    runtime, files = module_of("deepspeed.runtime.constants"), module_of("deepspeed.checkpoint.constants")
-    assert (runtime.TRAIN_BATCH_SIZE, runtime.BFLOAT16_OLD, runtime.GRADIENT_CLIPPING_DEFAULT) == (
-        "train_batch_size",
-        "bfloat16",
-        1.0,
-    )
-    assert (runtime.ROUTE_TRAIN, runtime.PIPE_REPLICATED, runtime.ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT) == (
-        "train",
-        "ds_pipe_replicated",
-        True,
-    )
+def test_keys_of_checkpoints_are_deepspeeds():
+    files = module_of("deepspeed.checkpoint.constants")
     assert (files.DS_VERSION, files.FP32_FLAT_GROUPS, files.UNIVERSAL_CHECKPOINT_VERSION_VALUE) == (
         "ds_version",
         "fp32_flat_groups",

@@ -1,4 +1,4 @@
-"""The FLOPs profiler's counts and output equal DeepSpeed's."""
+"""The FLOPs profiler's multiply-accumulates equal DeepSpeed's."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import test_meshes as meshes
-from ztk.deepspeed.watch.flops import FlopsProfiler, get_model_profile
-from ztk.deepspeed.watch.flops_text import duration_to_string, flops_to_string, number_to_string, params_to_string
+from ztk.deepspeed.watch.flops import FlopsProfiler, get_model_profile, number_to_string
 from ztk.nn.linear import speed_up_linear_layers
 
 
@@ -42,15 +41,13 @@ TOKENS = torch.zeros(4, 16, dtype=torch.long)
 DEEPSPEED = {"flops": 3_739_648, "macs": 1_849_344, "params": 29_306}
 
 
-def test_numbers_are_deepspeeds():
-    """Products are the same to the last one; of the rest ours has the residual additions (8192) and not the bias of the convolution (448)."""
+def test_products_are_deepspeeds():
     flops, macs, params = get_model_profile(Model(), args=[TOKENS], as_string=False, print_profile=False)
-    assert (macs, params) == (DEEPSPEED["macs"], DEEPSPEED["params"])
-    assert flops == DEEPSPEED["flops"] + 8192 - 448
+    assert (macs, params) == (DEEPSPEED["macs"], DEEPSPEED["params"]) and flops == 2 * macs
     with torch.inference_mode():
         again = get_model_profile(Model(), kwargs={"tokens": TOKENS}, as_string=False, print_profile=False)
     assert again == (flops, macs, params)
-    assert get_model_profile(nn.Linear(4, 2), input_shape=(3, 4), print_profile=False) == ("48 ", "24 MACs", "10")
+    assert get_model_profile(nn.Linear(4, 2), input_shape=(3, 4), print_profile=False) == ("48", "24 MACs", "10")
 
 
 def test_an_engines_linear_layers_count_like_torchs():
@@ -59,12 +56,6 @@ def test_an_engines_linear_layers_count_like_torchs():
     model = Model()
     speed_up_linear_layers(model)
     assert get_model_profile(model, args=[TOKENS], as_string=False, print_profile=False) == plain
-    profiler = FlopsProfiler(model)
-    profiler.start_profile(ignore_list=[nn.Linear])
-    model(TOKENS)
-    profiler.stop_profile()
-    assert profiler.costs[model.head].flops == 0  # they are in its parent's row
-    assert profiler.costs[model].flops > 2 * TOKENS.numel() * 32 * 50
 
 
 class Experts(nn.Module):
@@ -92,23 +83,7 @@ def test_what_it_is_called_with_must_be_said():
         get_model_profile(nn.Linear(4, 2), input_shape=(1, 4), mode="train")
 
 
-def test_a_backward_is_not_counted_and_nothing_is_left_behind():
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.ones(2, 8)
-    profiler = FlopsProfiler(model)
-    profiler.start_profile()
-    model(x).sum().backward()
-    profiler.stop_profile()
-    model(x)
-    assert profiler.get_total_macs() == 2 * 8 * 8 + 2 * 8
-    assert profiler.get_total_flops() == 2 * profiler.get_total_macs() + 2 * 8  # and the ReLU
-    assert profiler.of(model[0]).macs == 128 and profiler.of(model[1]).flops == 16
-    assert 0 < profiler.of(model[0]).seconds < profiler.get_total_duration()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    profiler.end_profile()
-    assert profiler.get_total_flops() == 0 and not profiler.started
-
-
-def test_a_forward_that_raises_is_survived():
+def test_nothing_is_left_behind_and_a_forward_that_raises_is_survived():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3))
     profiler = FlopsProfiler(model)
     profiler.start_profile()
@@ -116,52 +91,29 @@ def test_a_forward_that_raises_is_survived():
         model(torch.ones(1, 4))
     model[0](torch.ones(1, 4))
     profiler.stop_profile()
-    assert profiler.get_total_macs() == 2 * 16 + 0  # two forwards of the first; the second never multiplied
+    model[0](torch.ones(1, 4))
+    assert profiler.get_total_macs() == 2 * 16 and profiler.get_total_flops() == 64  # the second layer never multiplied
+    assert profiler.get_total_duration() > 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    profiler.end_profile()
+    assert profiler.get_total_flops() == 0 and not profiler.started
 
 
-def test_ignored_classes_count_with_the_module_above():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    profiler = FlopsProfiler(model)
-    profiler.start_profile(ignore_list=[nn.Linear])
-    model(torch.ones(1, 4))
-    profiler.stop_profile()
-    assert profiler.of(model[0]).macs == 0 and profiler.get_total_macs() == 32
-
-
-def test_the_profile_is_a_summary_and_a_table_of_modules(tmp_path, capsys):
+def test_the_profile_is_a_summary_and_a_row_per_module(tmp_path, capsys):
     path = tmp_path / "new" / "profile.txt"
     get_model_profile(Model(), args=[TOKENS], output_file=str(path))
     assert capsys.readouterr().out == ""
     text = path.read_text()
-    rows = {
-        line[:70].strip(): line[72:].strip() for line in text.splitlines() if line.startswith(("fwd MACs", "params"))
-    }
-    assert rows["fwd MACs per GPU:"] == "1.85 MMACs" and rows["params per GPU:"] == "29.31 K"
-    up = [line.split() for line in text.splitlines() if line.startswith("      up: Linear ")]
-    assert [row[2:8] for row in up] == [["4.22", "K", "14.41%", "262.14", "KMACs", "14.17%"]] * 2
-    get_model_profile(Model(), args=[TOKENS], detailed=False, module_depth=1, top_modules=2)
+    assert "fwd MACs: 1.85 MMACs" in text and "params: 29.31 K" in text
+    assert text.count("blocks.0.up ") == 1
+    get_model_profile(Model(), args=[TOKENS], module_depth=1)
     out = capsys.readouterr().out
-    modules = [
-        line.split()[:2] for line in out.splitlines() if "MACs " in line and not line.startswith(("fwd", "module"))
-    ]
-    assert "DeepSpeed Flops Profiler" in out
-    assert modules == [["Model", "29.31"], ["blocks:", "ModuleList"], ["head:", "Linear"]]
+    assert "Model" in out and "blocks.0.up" not in out
 
 
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        (number_to_string(1536), "1.54 K"),
-        (number_to_string(0), "0 "),
-        (number_to_string(2.5e12, units="G"), "2500 G"),
-        (flops_to_string(3e9), "3 GFLOPS"),
-        (params_to_string(7e9), "7 B"),
-        (duration_to_string(0.0123), "12.3 ms"),
-        (duration_to_string(4.2e-5), "42 us"),
-    ],
-)
-def test_numbers_as_texts(made, expected):
-    assert made == expected
+@pytest.mark.parametrize(("value", "text"), [(1536, "1.54 K"), (0, "0 "), (2.5e12, "2.50 T"), (12, "12 ")])
+def test_numbers_as_texts(value, text):
+    assert number_to_string(value) == text
 
 
 def staged(process, *, path: str, stages: int) -> int:
@@ -183,23 +135,13 @@ def staged(process, *, path: str, stages: int) -> int:
 def test_a_pipelines_stages_are_profiled_and_added_up(ranks, tmp_path):
     path = tmp_path / "profile.txt"
     assert ranks(4).run(staged, path=str(path), stages=2) == [0, 0, 0, 0]
-    text = path.read_text()
-    keys = [line.partition(": ")[::2] for line in text.splitlines()]
-    rows = {key: value.strip() for key, value in keys}
-    assert "Profile Summary at step 2:" in text and (rows["pipeline stages"], rows["micro-batches"]) == ("2", "4")
-    assert (
-        rows["params of model = sum of the stages'"] == "288"
-        and rows["fwd MACs of model, per micro-batch"] == "256 MACs"
-    )
-    assert rows["fwd latency of stage"] and float(rows["samples/second"]) > 0
-    assert "Stage 0: layers 0 to 1" in text and "Stage 1: layers 2 to 3" in text
-    assert [value.strip() for key, value in keys if key == "params of stage"] == ["144", "144"]
-    rows = [line.split() for line in text.splitlines() if ": Linear " in line]
-    assert [row[2:6] for row in rows] == [["72", "50%", "64", "MACs"]] * 4
+    lines = path.read_text().splitlines()
+    assert lines[0] == "FLOPs profile of step 2: one micro-batch, 2 pipeline stages"
+    assert "params: 288" in [line.strip() for line in lines] and "fwd MACs: 256 MACs" in lines
+    assert [line for line in lines if line.startswith("Stage ")] == ["Stage 0:", "Stage 1:"]
 
 
 def test_a_pipeline_of_one_stage_is_profiled_as_a_model(ranks, tmp_path):
     path = tmp_path / "profile.txt"
     ranks(1).run(staged, path=str(path), stages=1)
-    (row,) = [line for line in path.read_text().splitlines() if line.startswith("fwd MACs per GPU")]
-    assert row.split()[-2:] == ["256", "MACs"]
+    assert "fwd MACs: 256 MACs" in path.read_text().splitlines()

@@ -93,28 +93,16 @@ def test_the_state_is_dumped(ranks):
 
 
 def test_the_profile_of_a_step(ranks, tmp_path):
-    """After `profile_step` steps: the model's products for a micro-batch of 2, and the times of that step, whose number is printed."""
+    """After `profile_step` steps: the model's products for a micro-batch of 2. The number of that step is printed."""
     path = tmp_path / "profile.txt"
     profiler = {"enabled": True, "profile_step": 2, "output_file": str(path), "recompute_fwd_factor": 1.0}
     for steps, there in ((2, False), (3, True)):
         ranks(2).run(watched, steps=steps, flops_profiler=profiler, accumulation=2)
         assert path.exists() is there
-    text = path.read_text()
-    rows = {key: value.strip() for key, _, value in (line.partition(": ") for line in text.splitlines())}
-    assert "Profile Summary at step 3:" in text
+    lines = path.read_text().splitlines()
+    assert lines[0] == "FLOPs profile of step 3: one micro-batch, 1 pipeline stage"
     macs = (28 * 32 + 32 * 10) * BATCH // 4
-    assert rows["fwd MACs per GPU"] == f"{macs / 1000:.2f} KMACs" and rows["world size"] == "2"
-    assert "bwd FLOPS per GPU = 3 * fwd flops per GPU / bwd latency" in rows
-    assert "FLOPS per GPU = 4 * fwd flops per GPU * 2 micro-batches / iter latency" in rows
-
-    def seconds(name: str) -> float:
-        number, unit = rows[name].split()
-        return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
-
-    full = 2 * (seconds("fwd latency") + seconds("bwd latency")) + seconds("step latency")
-    # The parts are printed with two digits behind the point.
-    assert seconds("iter latency") == pytest.approx(full, rel=0.02)
-    assert float(rows["samples/second"]) == pytest.approx(BATCH / full, rel=0.02)
+    assert f"fwd MACs: {macs / 1000:.2f} KMACs" in lines
 
 
 def read(path) -> list[list[str]]:

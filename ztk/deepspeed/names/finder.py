@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 
-from ztk.deepspeed.names.table import MODULES
+from ztk.deepspeed.names.table import GONE, MODULES
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.version import version
 from ztk.hf import watch
@@ -49,9 +49,9 @@ class Finder(DistributionFinder, Loader):
         if root not in ("deepspeed", "deepspeed_chat") or (root == "deepspeed_chat" and _is_the_scripts(root)):
             return None
         if fullname not in MODULES:
+            way = GONE.get(fullname, "docs/deepspeed.md lists the supported ones")
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: ztk stands in for {root} here and does not offer this module; docs/deepspeed.md lists the "
-                "supported ones",
+                f"No module named {fullname!r}: ztk stands in for {root} here and does not offer this module; {way}",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{fullname}.") for other in MODULES))

@@ -34,7 +34,6 @@ ZERO: dict[str, str] = {  # names in `deepspeed.zero`
     ),
     "ztk.deepspeed.zero.init": "DeepSpeedTensorOverride Init",
     "ztk.deepspeed.zero.parameter": "ZeroParamStatus ZeroParamType",
-    "ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias",
     **_PARAMETER_STATES,
 }
 TOP: dict[str, str] = {  # names in `deepspeed`
@@ -109,10 +108,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.ops.op_builder.builder": {"ztk.deepspeed.tools.op_builders": "OpBuilder"},
     "deepspeed.pipe": "ztk.deepspeed.pipe",
     "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
-    "deepspeed.profiling.flops_profiler.profiler": {
-        "ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile",
-        "ztk.deepspeed.watch.flops_text": "*",
-    },
+    "deepspeed.profiling.flops_profiler.profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.moe
@@ -138,7 +134,6 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.saved.files": "TorchCheckpointEngine",
     },
     "deepspeed.runtime.config_utils": {"ztk.deepspeed.tools.config_model": "DeepSpeedConfigModel"},
-    "deepspeed.runtime.constants": {"ztk.deepspeed.names.constants:RUNTIME": "*"},
     "deepspeed.runtime.dataloader": {"ztk.deepspeed.start.loader": "DeepSpeedDataLoader RepeatingLoader"},
     "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizers.sharded": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizers.sharded": "BF16_Optimizer"},
@@ -155,18 +150,15 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_Optimizer"},
     "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
-        "ztk.deepspeed.optimizers.loss_scaler": "DynamicLossScaler LossScaler LossScalerBase",
-        "ztk.deepspeed.names.constants:LOSS_SCALE": "*",
+        "ztk.deepspeed.optimizers.loss_scaler": "DynamicLossScaler LossScaler",
     },
     "deepspeed.runtime.hybrid_engine": {"ztk.deepspeed.generation.hybrid": "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
-        "ztk.deepspeed.names.constants:SCHEDULES": "*",
         "ztk.deepspeed.optimizers.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
     "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.pipeline_engine": "PipelineEngine PipelineError"},
     "deepspeed.runtime.pipe.module": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec"},
-    "deepspeed.runtime.pipe.schedule": {"ztk.deepspeed.pipe.schedules": "*"},
     "deepspeed.runtime.pipe.topology": {
         "ztk.deepspeed.pipe": (
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
@@ -189,7 +181,6 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.engine.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
     "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero.gathered": "DeepSpeedZeRoOffload"},
-    "deepspeed.runtime.zero.tiling": {"ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias"},
     "deepspeed.runtime.zero.utils": {"ztk.deepspeed.zero.parameter": "is_zero_param"},
     "deepspeed.runtime.zero.partition_parameters": {
         "ztk.deepspeed.tools.device": "get_accelerator",
@@ -227,7 +218,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.utils.logging": {"ztk.deepspeed.tools.log": "logger log_dist print_dist"},
     "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved.types": "fragment_address", **_PARAMETER_STATES},
     "deepspeed.utils.timer": {
-        "ztk.deepspeed.names.constants:TIMERS": "*",
         "ztk.deepspeed.tools.timers": "SynchronizedWallClockTimer ThroughputTimer trim_mean",
     },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
@@ -236,6 +226,14 @@ MODULES: dict[str, Row] = {
     "deepspeed_chat": {"ztk.deepspeed.chat": "*"},
     "deepspeed_chat.ppo_trainer": {"ztk.deepspeed.chat.ppo_trainer": "DeepSpeedPPOTrainer"},
     "deepspeed_chat.reward_model": {"ztk.deepspeed.chat.reward_model": "RewardModel compute_reward_loss"},
+}
+# Modules and names that no project of the survey in docs/deepspeed_users.md imports -> the way to the same end.
+GONE = {
+    "deepspeed.runtime.constants": "write a key of the configuration as text: config['train_batch_size']",
+    "deepspeed.runtime.pipe.schedule": "ztk.parallel.pipeline.schedule has the schedules that the engine runs",
+    "deepspeed.runtime.zero.tiling": "a Linear that is too large for a GPU is gathered in pieces: topology.tensor, or deepspeed.zero.Init",
+    "deepspeed.zero.TiledLinear": "use nn.Linear with topology.tensor, or with deepspeed.zero.Init",
+    "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": "torch.amp.GradScaler scales the loss of an own loop",
 }
 for _name in tuple(MODULES):
     while _name := _name.rpartition(".")[0]:

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from types import ModuleType
 
-from ztk.deepspeed.names.table import MODULES, PACKAGES
+from ztk.deepspeed.names.table import GONE, MODULES, PACKAGES
 
 
 class Facade(ModuleType):
@@ -58,7 +58,8 @@ def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
             return getattr(found, table)[name] if table else getattr(found, name)
     if f"{module}.{name}" in MODULES:
         return module_of(f"{module}.{name}")
-    raise AttributeError(f"{module}.{name}: not offered by ztk; docs/deepspeed.md lists the supported names")
+    way = GONE.get(f"{module}.{name}", "docs/deepspeed.md lists the supported names")
+    raise AttributeError(f"{module}.{name}: not offered by ztk; {way}")
 
 
 def _expand(names: str, *, home: str) -> list[str]:

@@ -1,138 +1,103 @@
-"""The FLOPs profiler: floating-point operations, multiply-accumulates and seconds of every module's forward.
+"""The FLOPs profiler: operations of a model's matrix products, by torch.utils.flop_counter.
 
-Operations are counted as torch executes them, below autograd: matrix products, convolutions and attention by the formulas of
-torch.utils.flop_counter, and the usual elementwise operations and norms. A multiply-accumulate is two operations of a product. Custom
-kernels are not counted.
+A multiply-accumulate is two operations of a product. Elementwise operations, norms and custom kernels are not counted.
 """
 
-import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ztk.core.runtime.flop_formulas import flop_registry
+import ztk.core.runtime.flop_formulas  # noqa: F401  # registers formulas that torch lacks
 from ztk.deepspeed.tools.timers import now
-from ztk.deepspeed.watch.flops_text import (
-    ProfileHead,
-    StageProfile,
-    duration_to_string,
-    macs_to_string,
-    module_table,
-    number_to_string,
-    params_to_string,
-    pipeline_text,
-    profile_text,
-)
-from ztk.nn.linear import Linear
 
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Operations per input element. A norm computes the mean and the variance, and then scales.
-_PER_INPUT = {
-    "native_layer_norm": 5,
-    "native_group_norm": 5,
-    "native_batch_norm": 5,
-    "_native_batch_norm_legit": 5,
-    "_fused_rms_norm": 4,
-    **dict.fromkeys(("_softmax", "_log_softmax", "mean", "sum", "var", "cumsum"), 1),
-}
-_PER_OUTPUT = (
-    *("add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "pow", "sqrt", "rsqrt", "exp", "log", "sin", "cos"),
-    *("addcmul", "addcdiv", "maximum", "minimum", "clamp", "abs", "square"),
-    *("relu", "leaky_relu", "prelu", "_prelu_kernel", "elu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "softplus"),
-)
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1, ""))
 
 
-@dataclass(slots=True)
-class ModuleCost:
-    """Cost of a module's forwards: its own operations, without submodules, and the seconds including submodules."""
+def _flash_on_cpu(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query, key, value)
 
-    flops: int = 0
-    macs: int = 0
-    seconds: float = 0.0
+
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_on_cpu}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A forward of a model or of a pipeline stage, for one micro-batch. table: operations of each module."""
+
+    params: int
+    flops: int
+    seconds: float
+    table: str
 
 
 class FlopsProfiler:
     """Profiles the forwards between `start_profile` and `stop_profile`. `end_profile` clears the results.
 
-    ds_engine: a DeepSpeedEngine whose sizes and phase times are printed too. recompute_fwd_factor: number of forwards that a backward
-    repeats.
+    ds_engine, recompute_fwd_factor: accepted as in DeepSpeed's class, and unused: the engine's phase times are `wall_clock_breakdown`'s.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
-        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
-        self.started = False
-        self.costs: dict[nn.Module, ModuleCost] = {}
-        self._handles: list = []
-        self._counter: _Counter | None = None
+        del ds_engine, recompute_fwd_factor
+        self.model, self.started = model, False
+        self._counter: FlopCounterMode | None = None
+        self._handle: Any = None
+        self._since, self._seconds, self._runs = 0.0, 0.0, False
 
     def start_profile(self, ignore_list: Sequence[type] | None = None, *, once: bool = False) -> None:
-        """ignore_list: classes of modules without their own row. once: stops at the end of the model's first forward."""
+        """Starts counting. once: stops at the end of the model's first forward. ignore_list: accepted, and unused."""
+        del ignore_list
         self.stop_profile()
-        self.reset_profile()
-        self._counter = _Counter(self.costs)
-        ignored = set(ignore_list or ())
-        if nn.Linear in ignored:
-            ignored.add(Linear)  # an engine on the CPU replaces linear layers by these
-        for module in self.model.modules():
-            if type(module) not in ignored:
-                self._handles.append(module.register_forward_pre_hook(self._counter.enter))
-                self._handles.append(module.register_forward_hook(self._counter.leave, always_call=True))
-        if once:
-            self._handles.append(self.model.register_forward_hook(lambda *_: self.stop_profile(), always_call=True))
+        self._counter = FlopCounterMode(display=False, depth=10**3, custom_mapping=_FORMULAS)
         self._counter.__enter__()
-        torch.zeros(1).neg()  # run the mode's first operation now, because it takes seconds
-        self.started = True
+        torch.zeros(1).neg()  # the mode's first operation takes seconds, so it runs before the clock
+        if once:
+            self._handle = self.model.register_forward_hook(lambda *_: self.stop_profile(), always_call=True)
+        self.started, self._runs, self._since = True, True, now()
 
     def stop_profile(self) -> None:
-        """Stops counting and keeps the costs."""
-        if self._counter is None:
+        """Stops counting and keeps the counts."""
+        if self._counter is None or not self._runs:
             return
+        self._seconds, self._runs = now() - self._since, False
         self._counter.__exit__(None, None, None)
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._counter = [], None
-
-    def reset_profile(self) -> None:
-        """Sets all costs to zero."""
-        self.costs.clear()
-        self.costs.update((module, ModuleCost()) for module in self.model.modules())
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def end_profile(self) -> None:
-        """Stops counting and clears the costs."""
+        """Stops counting and clears the counts."""
         self.stop_profile()
-        self.costs.clear()
-        self.started = False
+        self._counter, self._seconds, self.started = None, 0.0, False
+
+    def profile(self, *, depth: int = -1) -> Profile:
+        """Returns the counts so far. depth: of the table's modules, -1 for all."""
+        return Profile(
+            params=parameters_of(self.model),
+            flops=0 if self._counter is None else self._counter.get_total_flops(),
+            seconds=self._seconds,
+            table="" if self._counter is None else _table(self._counter, depth=depth),
+        )
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Returns the operations of the model's forward."""
-        return _shown(self.of(self.model).flops, as_string and number_to_string)
+        """Returns the operations of the model's products."""
+        return _shown(self.profile().flops, as_string=as_string)
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Returns the multiply-accumulates of the model's forward."""
-        return _shown(self.of(self.model).macs, as_string and macs_to_string)
-
-    def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Returns the seconds of the model's forward."""
-        return _shown(self.of(self.model).seconds, as_string and duration_to_string)
+        """Returns the multiply-accumulates of the model's products."""
+        return _shown(self.profile().flops // 2, as_string=as_string, unit="MACs")
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Returns the number of elements of the model's parameters."""
-        return _shown(parameters_of(self.model), as_string and params_to_string)
+        return _shown(parameters_of(self.model), as_string=as_string)
 
-    def of(self, module: nn.Module) -> ModuleCost:
-        """Returns a module's costs including its submodules. The time of a pure container is the sum over its children."""
-        own = [self.costs.get(part, ModuleCost()) for part in module.modules()]
-        seconds = self.costs.get(module, ModuleCost()).seconds or sum(
-            self.of(child).seconds for child in module.children()
-        )
-        return ModuleCost(flops=sum(f.flops for f in own), macs=sum(f.macs for f in own), seconds=seconds)
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Returns the seconds between start and stop."""
+        return f"{1e3 * self._seconds:.4g} ms" if as_string else self._seconds
 
     def print_model_profile(
         self,
@@ -142,67 +107,33 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Prints a summary and a table: of every module if detailed, else of the most expensive ones at every depth.
+        """Prints the counts, and those of each module. output_file: defaults to the terminal. top_modules: accepted, and unused."""
+        del top_modules
+        if self.started:
+            depth = module_depth if detailed else max(module_depth, 1)
+            print_profiles([self.profile(depth=depth)], step=profile_step, output_file=output_file)
 
-        output_file: defaults to the terminal.
-        """
-        if not self.started:
-            return
-        rows = self._table(module_depth=module_depth, top_modules=top_modules, detailed=detailed)
-        text = profile_text(self.model, of=self.of, parameters=parameters_of, head=self._head(profile_step), rows=rows)
-        _write(text, output_file=output_file)
 
-    def stage_profile(self, *, layers: range, module_depth: int, top_modules: int, detailed: bool) -> StageProfile:
-        """Returns a pipeline rank's profile of its layers, for one micro-batch."""
-        total = self.of(self.model)
-        return StageProfile(
-            layers=layers,
-            params=self.get_total_params(),
-            flops=total.flops,
-            macs=total.macs,
-            seconds=total.seconds,
-            lines=tuple(self._table(module_depth=module_depth, top_modules=top_modules, detailed=detailed)),
-        )
-
-    def print_pipeline_profile(
-        self, stages: Sequence[StageProfile], *, profile_step: int, output_file: str | None = None
-    ) -> None:
-        """Prints the sums over all stages, and each stage's profile. output_file: defaults to the terminal."""
-        _write(pipeline_text(stages, head=self._head(profile_step)), output_file=output_file)
-
-    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the most expensive modules at every depth."""
-        print("\n".join(self._table(module_depth=module_depth, top_modules=top_modules, detailed=False)), flush=True)
-
-    def _table(self, *, module_depth: int, top_modules: int, detailed: bool) -> list[str]:
-        return module_table(
-            self.model,
-            of=self.of,
-            parameters=parameters_of,
-            module_depth=module_depth,
-            top_modules=top_modules,
-            detailed=detailed,
-        )
-
-    def _head(self, step: int) -> ProfileHead:
-        engine = self.ds_engine
-        if engine is None:
-            return ProfileHead(step=step)
-        accumulation, times = engine.gradient_accumulation_steps(), engine.get_wall_clock_timers()
-        return ProfileHead(
-            step=step,
-            world_size=engine.world_size,
-            data_parallel=engine.dp_world_size,
-            model_parallel=engine.mp_world_size,
-            micro_batch=engine.train_micro_batch_size_per_gpu(),
-            accumulation=accumulation,
-            milliseconds={
-                name: times[name] / (1 if name == "step" else accumulation)
-                for name in ("fwd", "bwd", "step")
-                if name in times
-            },
-            backward_factor=2 + self.recompute_fwd_factor,
-        )
+def print_profiles(stages: Sequence[Profile], *, step: int, output_file: str | None = None) -> None:
+    """Prints the sums over all pipeline stages and the table of each. step: the number of the profiled step."""
+    flops, seconds = sum(stage.flops for stage in stages), sum(stage.seconds for stage in stages)
+    lines = [
+        f"FLOPs profile of step {step}: one micro-batch, {len(stages)} pipeline stage{'s' * (len(stages) > 1)}",
+        f"params: {number_to_string(sum(stage.params for stage in stages))}",
+        f"fwd MACs: {number_to_string(flops // 2)}MACs",
+        f"fwd FLOPs: {number_to_string(flops)}",
+        f"fwd latency: {1e3 * seconds:.4g} ms",
+        f"fwd FLOPS: {number_to_string(flops / seconds if seconds else 0)}FLOPS",
+    ]
+    for number, stage in enumerate(stages):
+        lines += ["", *([f"Stage {number}:"] if len(stages) > 1 else []), stage.table]
+    text = "\n".join(lines)
+    if output_file:
+        path = Path(output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    else:
+        print(text, flush=True)
 
 
 def get_model_profile(
@@ -234,31 +165,35 @@ def get_model_profile(
         args = [torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device)]
     if not args and not kwargs:
         raise ValueError("input_shape, args and kwargs: give one of them, the model is called with it")
-    call = model if mode == "forward" else model.generate
+    call: Any = model if mode == "forward" else model.generate
     model.eval()
     for _ in range(warm_up):
-        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         call(*args, **kwargs)
     profiler = FlopsProfiler(model)
     profiler.start_profile(ignore_list=ignore_modules)
-    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
-    call(*args, **kwargs)
-    profiler.stop_profile()
+    try:
+        call(*args, **kwargs)
+    finally:
+        profiler.stop_profile()
     found = (
         profiler.get_total_flops(as_string),
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
     if print_profile:
-        profiler.print_model_profile(
-            profile_step=warm_up,
-            module_depth=module_depth,
-            top_modules=top_modules,
-            detailed=detailed,
-            output_file=output_file,
-        )
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()
     return found
+
+
+def _table(counter: FlopCounterMode, *, depth: int) -> str:
+    """One row per module with products, down to `depth` (-1 for all): its operations and their share."""
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    total = counts.pop("Global", 0)
+    shown = {name: flops for name, flops in counts.items() if depth < 0 or name.count(".") <= depth}
+    width = max(map(len, shown), default=0)
+    share = 100 / total if total else 0.0
+    return "\n".join(f"{name:<{width}}  {number_to_string(n):>10}  {n * share:6.2f}%" for name, n in shown.items())
 
 
 def parameters_of(module: nn.Module) -> int:
@@ -266,79 +201,11 @@ def parameters_of(module: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
-def _shown(value: float, text: Callable | Literal[False]) -> Any:
-    return text(value) if text else value
+def number_to_string(value: float) -> str:
+    """Returns the number with the largest fitting prefix: `1.54 K`."""
+    scale, prefix = next((each for each in _SCALES if value >= each[0]), (1, ""))
+    return f"{value / scale:.2f} {prefix}" if prefix else f"{value:g} "
 
 
-def _write(text: str, *, output_file: str | None) -> None:
-    if output_file:
-        path = Path(output_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    else:
-        print(text, flush=True)
-
-
-class _Counter(TorchDispatchMode):
-    """Attributes every operation to the module whose forward is running. Operations outside, for example in a backward, do not
-    count.
-    """
-
-    def __init__(self, costs: dict[nn.Module, ModuleCost]) -> None:
-        super().__init__()
-        self._costs = costs
-        self._open: list[tuple[nn.Module, float]] = []
-        self._own_seconds = 0.0  # spent on counting; not part of any module's time
-
-    def enter(self, module: nn.Module, inputs: tuple) -> None:
-        self._open.append((module, now() - self._own_seconds))
-
-    def leave(self, module: nn.Module, inputs: tuple, output: object) -> None:
-        if not self._open or self._open[-1][0] is not module:
-            return  # a forward of a parent raised
-        _, start = self._open.pop()
-        self._costs[module].seconds += now() - self._own_seconds - start
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        began = time.perf_counter()
-        kwargs = kwargs or {}
-        if self._open and _is_made_of_parts(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        called = time.perf_counter()
-        out = func(*args, **kwargs)
-        done = time.perf_counter()
-        if self._open:
-            costs, operations = self._costs[self._open[-1][0]], _count(func, args=args, kwargs=kwargs, out=out)
-            costs.flops += operations
-            costs.macs += operations // 2 if _is_product(func) else 0
-        self._own_seconds += (called - began) + (time.perf_counter() - done)
-        return out
-
-
-@functools.cache
-def _is_made_of_parts(func: torch._ops.OpOverload) -> bool:
-    """Returns whether the function decomposes. In inference mode such a function arrives undecomposed, otherwise as its parts."""
-    if _is_product(func) or _name(func) in (*_PER_INPUT, *_PER_OUTPUT):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _is_product(func: torch._ops.OpOverload) -> bool:
-    return func._overloadpacket in flop_registry or func._overloadpacket is _FLASH_ON_CPU
-
-
-def _name(func: torch._ops.OpOverload) -> str:
-    """Returns the name without the suffix of in-place operations."""
-    return func._overloadpacket.__name__.removesuffix("_")
-
-
-def _count(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: object) -> int:
-    """Returns the operations of one call."""
-    if func._overloadpacket is _FLASH_ON_CPU:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if _is_product(func):
-        return flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-    name = _name(func)
-    tensor, each = (args[0], _PER_INPUT[name]) if name in _PER_INPUT else (out, int(name in _PER_OUTPUT))
-    return each * tensor.numel() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else 0
+def _shown(value: int, *, as_string: bool, unit: str = "") -> int | str:
+    return (number_to_string(value) + unit).rstrip() if as_string else value

@@ -12,7 +12,7 @@ from ztk.deepspeed.config import Settings
 from ztk.deepspeed.tools.helpers import see_memory_usage
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.tools.timers import ThroughputTimer, now
-from ztk.deepspeed.watch.flops import FlopsProfiler
+from ztk.deepspeed.watch.flops import FlopsProfiler, print_profiles
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster
 from ztk.train.engine import Engine
 
@@ -65,13 +65,9 @@ class Watcher:
         for group in process.mesh.comms:
             comm.watch(group)
         self.monitor = MonitorMaster(watching.monitors)
-        # The profiler also prints the times of backward and step.
-        measures = settings.wall_clock_breakdown or watching.flops is not None
-        self.clock = WallClock() if measures else None
+        self.clock = WallClock() if settings.wall_clock_breakdown else None
         self._prints_times = settings.wall_clock_breakdown and process.rank == 0
-        self.flops = (
-            FlopsProfiler(facade.module, facade, watching.flops.recompute_fwd_factor) if watching.flops else None
-        )
+        self.flops = FlopsProfiler(facade.module) if watching.flops else None
         wanted = settings.wall_clock_breakdown or settings.memory_breakdown
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
         self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
@@ -183,20 +179,10 @@ class Watcher:
     def _print_profile(self, step: int) -> None:
         policy, flops = self._settings.watching.flops, self.flops
         assert policy is not None and flops is not None, "the profiler is on"
-        profile_args = {
-            "module_depth": policy.module_depth,
-            "top_modules": policy.top_modules,
-            "detailed": policy.detailed,
-        }
-        where = {"profile_step": step, "output_file": policy.output_file}
-        if self._stages.size > 1:
-            parts = self._facade.module.parts
-            layers = range(parts[self._stages.rank], parts[self._stages.rank + 1])
-            stages = self._stages.gather_objects(flops.stage_profile(layers=layers, **profile_args))
-            if self._is_first:
-                flops.print_pipeline_profile(stages, **where)
-        else:
-            flops.print_model_profile(**profile_args, **where)
+        own = flops.profile(depth=policy.module_depth if policy.detailed else max(policy.module_depth, 1))
+        stages = self._stages.gather_objects(own) if self._stages.size > 1 else [own]
+        if self._is_first:
+            print_profiles(stages, step=step, output_file=policy.output_file)
         flops.end_profile()
 
     def _events(self) -> list[Event]:
