@@ -24,6 +24,7 @@ from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
+from ztk.core.runtime.seed import kept_generators
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_tokens
@@ -172,7 +173,8 @@ def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
         print("".join(f"{note}\n" for note in loaded.notes), end="")
     if loaded.data_state is not None:  # an imported checkpoint has no position in this text: start at the beginning
-        stream.load_state_dict(loaded.data_state)
+        with kept_generators():  # a stream may draw from those that were just restored
+            stream.load_state_dict(loaded.data_state)
     return (loaded.extra or {}) | {"first_step": engine.global_steps}
 
 

@@ -9,12 +9,12 @@ from experiments import policies
 from ztk import kernels
 from ztk.config import Config
 from ztk.core.runtime import Process
-from ztk.core.runtime.seed import derive_seed
+from ztk.core.runtime.seed import derive_seed, seed_generators
 
 
 @contextmanager
 def started(config: Config) -> Iterator[Process]:
-    """Yields this rank's process, arranged according to `topology=`.
+    """Yields this rank's process, arranged according to `topology=`. The global generators are seeded from train.seed and the replica.
 
     Stops it at the end, except after an error, when the launcher stops all ranks.
 
@@ -22,7 +22,9 @@ def started(config: Config) -> Iterator[Process]:
     """
     kernels.set_backend(config.kernels.backend)
     process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
-    yield process.arrange(policies.topology(config))
+    arranged = process.arrange(policies.topology(config))
+    seed_generators(config.train.seed, "rank", arranged.mesh.replica)
+    yield arranged
     process.stop()
 
 

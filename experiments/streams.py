@@ -65,7 +65,8 @@ def open_data(config: Config, *, corpus: Corpus | None, process: Process) -> tup
     stream, held_out = own_data(config, share=share)
     if held_out is None or not config.train.eval_batches:
         return stream, []
-    return stream, list(held_out_items(held_out, share=share, num_items=held_out_sequences(config)))
+    wanted, seed = held_out_sequences(config), config.train.seed
+    return stream, held_out_items(held_out, share=share, num_items=wanted, seed=seed)
 
 
 def open_stream(config: Config, *, corpus: Corpus | None, process: Process) -> Stream:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
-from ztk.config import Config, call_later, callback_nodes, find, instantiate, is_own
+from ztk.config import Config, call_later, callback_nodes, find, instantiate, is_own, takes_share
 from ztk.core.policies.optimizer import OptimizerPolicy
 from ztk.core.runtime.own_forward import OwnForward, replace_forward
 from ztk.data import ItemStream, Share
@@ -31,7 +31,7 @@ def own_model(config: Config) -> nn.Module:
         raise ValueError(
             f"model._target_={config.own['model']['_target_']}: is no nn.Module but a {type(model).__name__}"
         )
-    if hasattr(model, "logits"):
+    if callable(getattr(type(model), "logits", None)):  # a layer of this name is no method
         loss_of, logits_of = model.forward, getattr(model, "logits")  # noqa: B009 - nn.Module types every attribute as Tensor | Module
 
         def forward(batch: Any, *, outputs: bool = False) -> Any:
@@ -71,6 +71,8 @@ def add_loss(config: Config, *, model: nn.Module) -> None:
             "loss._target_: this model computes its own loss; use an own model, or ztk's decoder, such as model=tiny"
         )
     if isinstance(loss, nn.Module):
+        if hasattr(model, "own_loss"):
+            raise ValueError("loss._target_: the model has an attribute own_loss, where ztk puts the loss: rename it")
         model.add_module("own_loss", loss)  # it may have parameters and buffers
     outputs_of = model.forward.before if isinstance(model.forward, OwnForward) else model.forward
 
@@ -156,8 +158,7 @@ def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
     Raises ValueError for an object that is neither a dataset nor a stream.
     """
     node = config.own["data"]
-    takes_share = "share" in inspect.signature(find(node["_target_"])).parameters
-    made = instantiate(node, share=share) if takes_share else instantiate(node)
+    made = instantiate(node, share=share) if takes_share(find(node["_target_"])) else instantiate(node)
     held_out = made.held_out() if hasattr(made, "held_out") else None
     if all(hasattr(made, name) for name in ("next_batch", "state_dict", "load_state_dict")):
         return made, held_out

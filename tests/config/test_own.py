@@ -18,8 +18,10 @@ from ztk.config import (
     job_hash,
     parse_arguments,
     save,
+    takes_share,
     to_yaml,
 )
+from ztk.data import Share
 from ztk.report.sweep import as_written
 
 RESEARCH = Path(__file__).parents[2] / "examples" / "research"
@@ -40,6 +42,24 @@ thing = 3
 def halve(step, every=1): return 0.5
 
 def main(config, greeting="hello"): ...
+
+class Split:
+    def __init__(self, *, share=0.5): ...
+
+class Sharded:
+    def __init__(self, *, share: "ztk.data.Share", size=1): ...
+
+class Unnamed:
+    def __init__(self, *, share): ...
+
+class Clips:
+    def __init__(self, params, *, clip_grad_norm=0.0): ...
+
+class Judge:
+    def __init__(self, *, margin=0.0): ...
+    def __call__(self, completions): return [0.0] * len(completions)
+
+def score(completions, prompts=(), **fields): return [0.0] * len(completions)
 """
 
 
@@ -138,11 +158,39 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_p
         (["user.größe=3"], "user.größe is no key"),
         (["user=3"], "user=3: write its keys one by one, user.KEY=value"),
         (["reward._target_=own_mine.halve"], "reward: an own one has no effect with task=pretrain"),
+        (["data._target_=own_mine.Sharded", "data.share=0.5"], "data.share: ztk passes this argument.*leave it out"),
+        (["data._target_=own_mine.Unnamed"], "'share'.*ztk passes it to a parameter `share: ztk.data.Share`"),
+        (
+            ["optimizer._target_=own_mine.Clips", "optimizer.clip_grad_norm=1"],
+            "optimizer.clip_grad_norm: is a key of ztk's",
+        ),
+        (["task=grpo", "reward._target_=own_mine.Judge", "reward.margin=1"], "reward.margin"),
+        (["task=grpo", "reward._target_=own_mine.score", "reward.prompts=[a]"], "reward.prompts: every call passes"),
     ],
 )
 def test_faults_are_said_before_ranks_start(words, said):
     with pytest.raises(ConfigError, match=said):
         composed(*words)
+
+
+def test_a_share_is_passed_by_its_type_alone():
+    """A parameter of this name with another type is the user's."""
+    assert composed("data._target_=own_mine.Split", "data.share=0.2").own["data"]["share"] == 0.2
+    composed("data._target_=own_mine.Sharded")
+
+    def typed(share: Share, size=1): ...
+
+    def optional(*, share: Share | None = None): ...
+
+    def text(share): ...
+
+    text.__annotations__["share"] = "data.Share | None"  # as `from __future__ import annotations` leaves it
+
+    def other(share: float): ...
+
+    def missing(share): ...
+
+    assert [takes_share(found) for found in (typed, optional, text, other, missing, print)] == [True] * 3 + [False] * 3
 
 
 def test_a_group_of_the_users_sets_keys_below_user(tmp_path):

@@ -181,3 +181,55 @@ def _rows(folder: Path) -> dict[str, str]:
     """
     (folder / "rows.py").write_text(textwrap.dedent(text))
     return {"PYTHONPATH": str(folder)}
+
+
+DRAWS = """
+import random
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+
+def drawn(size):
+    return random.randrange(size), int(numpy.random.randint(size)), int(torch.randint(size, ()))
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        tokens = torch.tensor([index, *drawn(256)])
+        return tokens[:-1], tokens[1:]
+
+
+class Stream:
+    def __init__(self, size=256):
+        self.size = size
+
+    def next_batch(self):
+        tokens = torch.tensor([drawn(self.size)] * 2)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        drawn(self.size)
+"""
+
+
+@pytest.mark.parametrize("data", ["Noisy", "Stream"])
+def test_data_that_draw_go_on_at_a_resume_as_without_one(tmp_path, data):
+    (tmp_path / "mine.py").write_text(DRAWS)
+    words = ("model=tiny", "model.layers=1", "precision=fp32", f"data._target_=mine.{data}", "launch.ranks=2")
+    small = ("logger=disabled", "train.micro_batch_size=2", "train.quick=true", "train.eval_every=0", *words)
+
+    def ran(name: str, *more: str) -> str:
+        done = run_command(*small, *more, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return read_summary(tmp_path / name)["loss_digest"]
+
+    whole = ran("whole", "train.steps=4", "checkpoint.every=2")
+    assert ran("rest", f"checkpoint.resume={tmp_path / 'whole' / 'checkpoints' / 'step-000002'}") == whole

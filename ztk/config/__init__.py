@@ -18,7 +18,7 @@ from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.other_models import config_with, is_text_model
-from ztk.config.own import call_later, callback_nodes, find, instantiate
+from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share
 from ztk.config.planning import hardware_values
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
@@ -84,6 +84,7 @@ __all__ = [
     "split_flags",
     "take_run_words",
     "take_sweep_keys",
+    "takes_share",
     "text_policy",
     "to_config",
     "to_explained_yaml",

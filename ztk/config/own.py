@@ -7,7 +7,7 @@ A section with a `_target_` holds the arguments of one object. Of ztk's keys it 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +24,11 @@ FREE = {
     CALLBACKS: "Objects with methods that the training loop calls: callbacks.NAME._target_=MODULE.CLASS.",
     "loss": "An own loss: loss._target_=MODULE.NAME, a function or class that takes the model's outputs and the batch's targets.",
 }
+SHARE = "share"  # the argument of own data that ztk passes
+_OF_REWARDS = (  # arguments of reward functions
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+    *("prompt", "answer", "record"),
+)
 _ENDLESS = 1 << 30
 _TRAINING = ("pretrain", "plan")
 
@@ -182,9 +187,9 @@ def own_faults(config: Config) -> Iterator[str]:
             yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
         if section == CALLBACKS:
             for name, entry in callback_nodes(node).items():
-                yield from _node_faults(f"{CALLBACKS}.{name}" if name else CALLBACKS, node=entry)
+                yield from _node_faults(f"{CALLBACKS}.{name}" if name else CALLBACKS, node=entry, given=config.given)
         else:
-            yield from _node_faults(section, node=node)
+            yield from _node_faults(section, node=node, given=config.given)
 
 
 def callback_nodes(node: Any) -> dict[str, Any]:
@@ -194,7 +199,8 @@ def callback_nodes(node: Any) -> dict[str, Any]:
     return {str(number): entry for number, entry in enumerate(node)}
 
 
-def _node_faults(section: str, *, node: Any) -> Iterator[str]:
+def _node_faults(section: str, *, node: Any, given: Container[str]) -> Iterator[str]:
+    """given: the keys that the user has set."""
     if not isinstance(node, Mapping) or TARGET not in node:
         yield f"{section}: names no object: use {section}.{TARGET}=MODULE.NAME"
         return
@@ -207,32 +213,63 @@ def _node_faults(section: str, *, node: Any) -> Iterator[str]:
     if not callable(found):
         yield f"{section}.{TARGET}={target}: is a {type(found).__name__}, which cannot be called: name a class or a function"
         return
-    faults = list(_argument_faults(section, node=node, found=found))
+    faults = list(_argument_faults(section, node=node, found=found, given=given))
     for key, inner in node.items():
         if isinstance(inner, Mapping) and TARGET in inner:
-            faults += _node_faults(f"{section}.{key}", node=inner)
+            faults += _node_faults(f"{section}.{key}", node=inner, given=given)
     yield from faults or (_optimizer_faults(node, target=target) if section == "optimizer" else ())
 
 
-def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> Iterator[str]:
-    """Yields a fault for keys that the object does not accept, and for some required ones that a class lacks."""
+def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any, given: Container[str]) -> Iterator[str]:
+    """Yields a fault for keys that the object does not accept or that do not reach it, and for some required ones that a class lacks."""
     keys = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
         return  # implemented in C, without a signature
     complete = inspect.isclass(found) and not node.get("_partial_") and "_args_" not in node and section != "scheduler"
-    passed = {"share": None} if section == "data" and "share" in signature.parameters else {}
+    passed = {SHARE: None} if section == "data" and takes_share(found) else {}
+    if passed and SHARE in keys:
+        yield f"{section}.{SHARE}: ztk passes this argument, the part of each batch that belongs to a rank: leave it out"
+        return
+    kept = OBJECTS[section].kept if section in OBJECTS else ()
+    for name in kept:
+        if name in signature.parameters and f"{section}.{name}" in given:
+            yield (
+                f"{section}.{name}: is a key of ztk's, and the argument {name!r} of {section}.{TARGET}={node[TARGET]} would not get its value: "
+                "rename the argument"
+            )
+    if section == "reward" and (clash := [name for name in keys if name in _OF_REWARDS]):
+        yield f"{section}.{clash[0]}: every call passes this argument: rename it"
     try:
         positional = [None] * (OBJECTS[section].passed if section in OBJECTS else 0)
         (signature.bind if complete else signature.bind_partial)(*positional, **(keys | passed))
     except TypeError as error:
         taken = ", ".join(name for name in signature.parameters if name != "self")
+        needs = section == "data" and f"argument: '{SHARE}'" in str(error)
         usual = "keyword argument 'name'" in str(error) and section in OBJECTS and section not in FREE
         fix = (
             f"; take ztk's option away by {section}=own, in an option file `override /{section}: own`" if usual else ""
         )
+        fix = f"; ztk passes it to a parameter `{SHARE}: ztk.data.Share`" if needs else fix
         yield f"{section}.{TARGET}={node[TARGET]}: {error}; it takes ({taken}){fix}"
+
+
+def takes_share(found: Any) -> bool:
+    """Returns whether ztk passes `ztk.data.Share` to own data: to a parameter `share` with this class as its type."""
+    try:
+        parameter = inspect.signature(found).parameters.get(SHARE)
+    except (TypeError, ValueError):
+        return False  # implemented in C, without a signature
+    return parameter is not None and _is_share(parameter.annotation)
+
+
+def _is_share(annotation: Any) -> bool:
+    """Accepts the class, its name as a text, and an optional one."""
+    if isinstance(annotation, str):
+        return any(part.strip().rpartition(".")[2] == "Share" for part in annotation.strip("'\"").split("|"))
+    named = f"{getattr(annotation, '__module__', '')}.{getattr(annotation, '__qualname__', '')}"
+    return named == "ztk.data.stream.Share" or any(map(_is_share, get_args(annotation)))
 
 
 def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:

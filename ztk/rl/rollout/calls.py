@@ -41,7 +41,9 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def asked(function: Callable[..., Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that a function takes: all of them with `**kwargs`, otherwise those that it names."""
+    """Returns the arguments that a function takes: all of them with `**kwargs`, otherwise those that it names. A bound one keeps its value."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    given = {name: value for name, value in given.items() if name not in bound}
     parameters = parameters_of(function)
     if not parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values()):
         return dict(given)
