@@ -102,7 +102,7 @@ def cases() -> dict[str, tuple[str, tuple]]:
         "paged_attention": ("paged_attention", (*cached, False)),
         "linear_rows": ("linear_rows", (x, square, *options, True, False)),
         "linear_rows, few": ("linear_rows", (x, square, *options, False, False)),
-        "draw_rows (2 kernels)": ("draw_rows", (x, square, None, scalars, place, 0.0)),
+        "draw_rows (2 kernels)": ("draw_rows", (x, square, None, None, scalars, place, 0.0)),
     }
 
 

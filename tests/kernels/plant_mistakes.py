@@ -1,4 +1,4 @@
-"""Plants 82 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
+"""Plants 83 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
 
 Each mistake is a small edit of a kind that code reviews miss: a mask, an offset, a term, a value carried between rounds of a loop, the width
 of a reduction, a dtype, two programs on one row. The checks are those in tests/kernels: every shape, variant and `reach` of the op against its
@@ -110,6 +110,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("carry", "draw_rows", "ops/draw_rows.py", "other=0.0) * tl.exp(b_below)", "other=0.0)", 0),
         ("dtype", "draw_rows", "ops/draw_rows.py", "(b_key >> 32) & 0xFFFFFFFF", "b_key & 0xFFFFFFFF", 0),
         ("term", "draw_rows", "ops/draw_rows.py", "tl.exp(b_below / warm)", "tl.exp(b_below)", 0),
+        ("term", "draw_rows", "ops/draw_rows.py", "b_logit += tl.load(bias_ptr", "b_logit += 0 * tl.load(bias_ptr", 0),
         ("mask", "copy_blocks", "ops/copy_blocks.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
         ("two on one row", "copy_blocks", "ops/copy_blocks.py", "pairs_ptr + 2 * i_p + 1", "pairs_ptr + 1", 0),
         ("mask", "select_rows", "ops/select_rows.py", "is_enough = count < top_k", "is_enough = count <= top_k", 0),

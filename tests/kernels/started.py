@@ -43,7 +43,7 @@ def serving(rows: int, *, blocks: int) -> dict[str, tuple]:
         "linear_rows": (x, square, *none, 1, "none", True, False),
         "cache_rows": (heads, None, None, table, table, places, places, *both, None, 0.0),
         "paged_attention": (x.view(rows, 8, 128), *both, tables, tiles, None, None, 0.1, 0, 0.0, True),
-        "draw_rows": (x, square, None, warm, places, 0.0),
+        "draw_rows": (x, square, None, None, warm, places, 0.0),
         "select_rows": (*(torch.zeros(rows, 1024) for _ in range(2)), warm, places, warm.int(), warm, warm),
         "moe_route": (torch.zeros(rows, 8), 2, True),
         "moe_combine": (x, torch.zeros(rows, 1), torch.zeros(rows, 1, dtype=torch.int32)),

@@ -22,7 +22,7 @@ from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, Unrea
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import check_model, check_module, settle_products
+from ztk.inference.probe import check_draws, check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values
 from ztk.inference.stepping import Stepper
@@ -77,7 +77,9 @@ class Generator:
             settle_products(self._model, exact=self._lone)
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
             drafts = drafts_of(drafter, policy=self.policy, vocabulary=self.description.vocab_size)
-        with opening(self._ranks):  # all have come so far, and agree on its size
+        with opening(self._ranks):  # all have come so far, and agree on the memory's size
+            if opened.streamed is None:  # else a pass reads all layers, and draws are as over slabs
+                check_draws(self._model)
             self._cache, self._scheduler = shared_memory(
                 self._model,
                 policy=self.policy,

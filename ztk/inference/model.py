@@ -140,9 +140,8 @@ class InferenceModel(Model):
         """Where `can_draw`, a token for each row of x [R, C] of `forward`, without its logits: temperatures fp32 [R], keys int64 [R] of
         `noise_key` -> tokens and both log-probabilities, fp64 [3, R] on the device."""
         head, cap = RowsProduct.of(self.weights.head), self.description.logit_softcap or 0.0
-        return torch.stack([
-            part.double() for part in draw_rows(x, head.weight, head.scales, temperatures, keys, softcap=cap)
-        ])  # fmt: skip
+        drawn = draw_rows(x, head.weight, head.scales, head.bias, temperatures, keys, softcap=cap)
+        return torch.stack([part.double() for part in drawn])
 
     # Parts
 

@@ -1,4 +1,4 @@
-"""Checks at load time that a model's rows do not depend on each other, and that its results equal its module's."""
+"""Checks at load time that a model's rows do not depend on each other, that draws follow its logits, and that these equal its module's."""
 
 import logging
 from collections.abc import Callable
@@ -11,8 +11,15 @@ from torch import Tensor
 from ztk.inference.base import Model
 from ztk.inference.cache_attention import differing_tile
 from ztk.inference.describe import Description
+from ztk.inference.graphs import DecodeGraphs, graphs_of
+from ztk.inference.masks import NothingDrawn
 from ztk.inference.model import InferenceModel
+from ztk.inference.parallel import Computing
+from ztk.inference.policy import SamplingParams
 from ztk.inference.products import Product
+from ztk.inference.requests import Sequence, Work
+from ztk.inference.sample import Drawn, draw
+from ztk.inference.stepping import lines_of
 from ztk.inference.steps import Span
 
 _log = logging.getLogger(__name__)
@@ -24,6 +31,19 @@ _TOKENS = 48
 # Of the largest logit. fp32: rounding stays below 1e-5, an option of config.json that is read wrongly shows as percents; 16 bits: the module
 # itself rounds by 2^-8 in each operation.
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+# One of each path from logits or hidden states to a token: see `ztk.inference.stepping`. The first ones are drawn in graphs.
+_IN_GRAPHS = 2
+_WAYS = {
+    "temperature=0": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(top_k=4),
+    "frequency_penalty": SamplingParams(frequency_penalty=0.5),
+    "logprobs": SamplingParams(logprobs=1),
+    "fp32_logprobs": SamplingParams(fp32_logprobs=True),
+    "prompt_logprobs": SamplingParams(prompt_logprobs=True),
+}
+_ROUNDED_DRAW = 1e-3  # of the largest logit: sums in another order, in fp32
 
 
 def check_model(model: Model) -> frozenset[tuple[str, tuple[int, int]]]:
@@ -137,6 +157,57 @@ def differing_piece(model: Model, *, pieces: tuple[int, ...], is_alone: bool) ->
             return count
         start += count
     return None
+
+
+@torch.inference_mode()
+def check_draws(model: Model) -> None:
+    """Draws the third token of some texts, each by one of `_WAYS`, as a step of requests does, and compares it with that step's logits; the
+    ways of a graph also in a graph. A collective call of the ranks that share the model.
+
+    Raises:
+        ValueError: a draw has another log-probability, or is not the likeliest token where it must be.
+    """
+    size, slots = model.description.vocab_size, range(len(_WAYS))
+    cache = model.scratch(2, slots=len(slots))
+    computing, graphs = Computing(model, cache=cache), graphs_of(model, cache=cache)
+    works = [
+        Work(sequence=_drawing(slot, sampling=sampling, vocabulary=size), start=1, tokens=[slot % size])
+        for slot, sampling in enumerate(_WAYS.values())
+    ]
+    spans = [Span(slot=slot, start=0, length=1, row=slot) for slot in slots]
+    computing.logits([work.sequence.tokens[0] for work in works], spans=spans, rows=[])
+    _compare_draws(works, computing=computing, graphs=None)
+    if graphs is not None:
+        _compare_draws(works[:_IN_GRAPHS], computing=computing, graphs=graphs)
+
+
+def _drawing(slot: int, *, sampling: SamplingParams, vocabulary: int) -> Sequence:
+    tokens = [(slot + 1) % vocabulary, slot % vocabulary]
+    return Sequence(
+        request_id=0, sample=0, sampling=sampling, tokens=tokens, prompt_length=len(tokens), limit=1, slot=slot
+    )
+
+
+def _compare_draws(works: list[Work], *, computing: Computing, graphs: DecodeGraphs | None) -> None:
+    """As `check_draws`, of works with one token each."""
+    tokens = [work.tokens[0] for work in works]
+    spans = [Span(slot=work.sequence.slot, start=1, length=1, row=row) for row, work in enumerate(works)]
+    logits = computing.logits(tokens, spans=spans, rows=list(range(len(works)))).double().cpu()
+    if not logits.isfinite().all():
+        return  # weights that are not finite: each request is answered with the layer's name
+    step = {"works": works, "needed": [[0]] * len(works), "spans": spans, "computing": computing, "graphs": graphs}
+    for name, own, work, [line] in zip(_WAYS, logits, works, lines_of(tokens, **step), strict=False):
+        assert not isinstance(line, NothingDrawn), "no way leaves out all tokens"
+        drawn = line if isinstance(line, Drawn) else draw(line, by=work.sequence.draw([], vocabulary=len(own)))
+        bound = _ROUNDED_DRAW * float(own.abs().max())
+        is_likeliest = work.sequence.sampling.temperature > 0 or float(own.max() - own[drawn.token]) <= bound
+        expected = float(own.log_softmax(-1)[drawn.token])
+        if not is_likeliest or not abs(drawn.logprob - expected) <= bound:
+            raise ValueError(
+                f"draws by {name}{'' if graphs is None else ' in graphs'} have other log-probabilities than the model's logits: "
+                f"{drawn.logprob:.4g} instead of {expected:.4g}, so answers would be wrong; generate with the model's own generate(), and "
+                "report the model"
+            )
 
 
 def random_tokens(vocabulary: int, *, count: int) -> Tensor:

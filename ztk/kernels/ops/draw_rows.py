@@ -1,6 +1,7 @@
 """The next token of each row: head, temperature and Gumbel noise in one pass, without logits in memory.
 
-    logit[v] = x . W[v], capped if the model caps it        token = argmax of logit[v] / T - log E(v), of logit[v] for T = 0
+    logit[v] = x . W[v] + bias[v], capped if the model caps it
+    token = argmax of logit[v] / T - log E(v), of logit[v] for T = 0
     logprob = logit[token] - log sum exp logit              processed = logit[token] / T - log sum exp (logit / T), 0 for T = 0
 
 E(v) = -log(1 - u) is exponential: the token with the least E(v) / p(v) is a draw from p (Gumbel-max). u is a function of the row's key and v,
@@ -47,7 +48,7 @@ def exponential(o_n, b_key):
 
 @jit(do_not_specialize=["M"])
 def _draw_tiles(
-    x_ptr, weight_ptr, scales_ptr, temperature_ptr, keys_ptr, parts_ptr, M, N, K, softcap, FORMAT: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, temperature_ptr, keys_ptr, parts_ptr, M, N, K, softcap, FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of the vocabulary: the best token by logit / T - log E, its logit, and the sums of exp"""
@@ -60,6 +61,8 @@ def _draw_tiles(
     m_m = o_m < M
     o_x = o_m.to(tl.int64) * K
     b_logit = product_tile(x_ptr, weight_ptr, scales_ptr, o_x, m_m, o_n, m_n, N, K, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K)
+    if bias_ptr is not None:
+        b_logit += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     if HAS_CAP:
         b_logit = softcap * (2.0 * tl.sigmoid(2.0 * (b_logit / softcap)) - 1.0)
     b_logit = tl.where(m_n[None, :], b_logit, float("-inf"))
@@ -141,7 +144,13 @@ def _kernels_for(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, scales: Tensor | None, temperature: Tensor, keys: Tensor, softcap: float
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    temperature: Tensor,
+    keys: Tensor,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (M, K), N = x.shape, weight.shape[0]
     outputs = _empty(x)
@@ -150,7 +159,7 @@ def _launch(
     target, kind = machine(x.device), format_of(weight, scales)
     draw, merge = _kernels_for(target, M, N, K, kind, x.element_size(), softcap)
     parts = empty_matrix(M, columns=6 * draw.grid[0], dtype=torch.float32, like=x)
-    draw.launch(x, weight, scales, temperature, keys, parts)
+    draw.launch(x, weight, scales, bias, temperature, keys, parts)
     merge.launch(parts, temperature, *outputs)
     return outputs
 
@@ -186,11 +195,19 @@ def _drawn(logits: Tensor, *, temperature: Tensor, keys: Tensor, softcap: float)
 
 
 def _cpu(
-    x: Tensor, weight: Tensor, scales: Tensor | None, temperature: Tensor, keys: Tensor, softcap: float
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    temperature: Tensor,
+    keys: Tensor,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not len(x):
         return _empty(x)
     logits = times_rows(x.float(), widen(weight, scales=scales, columns=x.shape[1]))
+    if bias is not None:
+        logits.add_(bias.float())
     # Row by row, and the sums in double precision: neither depends on how many rows there are.
     rows = [
         _drawn(logits[m : m + 1].double(), temperature=temperature[m : m + 1], keys=keys[m : m + 1], softcap=softcap)
@@ -201,7 +218,8 @@ def _cpu(
 
 
 _draw = register(
-    "draw_rows(Tensor x, Tensor weight, Tensor? scales, Tensor temperature, Tensor keys, float softcap) -> (Tensor, Tensor, Tensor)",
+    "draw_rows(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor temperature, Tensor keys, float softcap) "
+    "-> (Tensor, Tensor, Tensor)",
     triton=_launch,
     cpu=_cpu,
     fake=lambda x, *rest: _empty(x),
@@ -212,6 +230,7 @@ def draw_rows(
     x: Tensor,
     weight: Tensor,
     scales: Tensor | None,
+    bias: Tensor | None,
     temperature: Tensor,
     keys: Tensor,
     *,
@@ -219,40 +238,53 @@ def draw_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens int64, logprobs float32, processed float32), [M] each: a token per row and its log-probabilities; no gradient.
 
-    x: [M, K]; weight [N, K] of one of the formats of `shared.weight_formats` with its scales; temperature: float32 [M], 0 takes the likeliest;
-    keys: int64 [M], which decide the noise. softcap: c tanh(logit / c); 0: none. A logprob is not finite where a logit is NaN or infinite.
+    x: [M, K]; weight [N, K] of one of the formats of `shared.weight_formats` with its scales; bias: [N], 0 if None;
+    temperature: float32 [M], 0 takes the likeliest; keys: int64 [M], which decide the noise. softcap: c tanh(logit / c); 0: none. A
+    logprob is not finite where a logit is NaN or infinite.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     kind = format_of(weight, scales)
     if x.dim() != 2 or weight.dim() != 2 or (kind != "int4" and weight.shape[1] != x.shape[1]):
         raise ValueError(f"draw_rows: x {tuple(x.shape)} does not fit a weight of {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"draw_rows: bias {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
     if temperature.shape != keys.shape or keys.shape != x.shape[:1] or keys.dtype != torch.int64:
         raise ValueError(
             f"draw_rows: temperature {tuple(temperature.shape)} and keys {tuple(keys.shape)} must be [{x.shape[0]}]"
         )
     x = x.contiguous()
     if use_reference():
-        return draw_rows_reference(x, weight, scales, temperature, keys, softcap=softcap)
-    return _draw(x, weight, scales, temperature, keys, softcap)
+        return draw_rows_reference(x, weight, scales, bias, temperature, keys, softcap=softcap)
+    return _draw(x, weight, scales, bias, temperature, keys, softcap)
 
 
 def draw_rows_reference(
-    x: Tensor, weight: Tensor, scales: Tensor | None, temperature: Tensor, keys: Tensor, *, softcap: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    temperature: Tensor,
+    keys: Tensor,
+    *,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch, from all logits."""
     dtype = compute_dtype(x)
     logits = x.to(dtype) @ widen(weight, scales=scales, columns=x.shape[1]).to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
     tokens, logprobs, processed = _drawn(logits, temperature=temperature, keys=keys, softcap=softcap)
     return tokens, logprobs.float(), processed.float()
 
 
-def _make_inputs(shape, *, dtype, device, kind="plain", **options) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, kind="plain", with_bias=False, **options) -> dict[str, object]:
     M, K, N = shape
     weight, scales = quantise_weight(torch.randn(N, K, device=device) * 2 * K**-0.5, kind=kind)
     return {
         "x": torch.randn(M, K, device=device).to(dtype),
         "weight": weight.to(dtype) if kind == "plain" else weight,
         "scales": scales,
+        "bias": torch.randn(N, device=device).to(dtype) if with_bias else None,
         "temperature": (torch.arange(M) % 3 * 0.6).to(device),
         "keys": (torch.arange(M) * 0x1234567890AB - 2**40).to(device),
         **options,
@@ -266,7 +298,7 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     small_shapes=((3, 64, 40), (5, 48, 300)),
     bench_shapes=((1, 4096, 128256), (64, 4096, 128256)),
-    variants=({}, {"kind": "int8", "softcap": 5.0}),
+    variants=({}, {"kind": "int8", "softcap": 5.0, "with_bias": True}, {"with_bias": True}),
     num_bytes=lambda shape, itemsize: (shape[2] + shape[0]) * shape[1] * itemsize,
     num_flops=lambda shape: 2 * shape[0] * shape[1] * shape[2],
     interpreted_dtypes=(torch.float32, torch.bfloat16),
