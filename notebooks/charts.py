@@ -1,6 +1,6 @@
 """Shared by the notebooks: folders of results, charts with their data, claims.
 
-A figure shows predictions as lines and measurements as points with their 95 % bootstrap intervals, or from the smallest to the largest where
+A figure shows predictions as lines and measurements as points with their 95 % intervals, or from the smallest to the largest where
 there are fewer than six. It is written as SVG, its numbers as CSV, and below it stand n, machine and commit, which are read from the runs.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m ztk.checkpoint verify|show|export|import DIR`. Exit codes: 0 success, 1 a damaged checkpoint, 2 wrong usage."""
+"""Checks, describes, exports and imports checkpoints. Exit codes: 0 success, 1 a damaged checkpoint, 2 wrong usage."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ztk.checkpoint", description=__doc__.partition(".")[0])
+    parser = argparse.ArgumentParser(prog="python -m ztk.checkpoint", description=__doc__.partition("Exit codes")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     verify = commands.add_parser("verify", help="read every byte and check it")

@@ -32,7 +32,7 @@ def _machine(words: list[str]) -> int:
     )  # imported late: it imports torch, which a comparison does not need
 
     parser = argparse.ArgumentParser(
-        prog="python -m ztk.report", description="Reports the hardware, software and ops of this machine."
+        prog="python -m ztk.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", default=".", help="where offload files would be stored (default: here)")
     parser.add_argument("--run_ops", action="store_true", help="run every op once; on a GPU this compiles them")

@@ -23,7 +23,10 @@ _COUNTED = (
     "parameters",
 )  # bytes, which are equal in every repeat and need no statistics
 _LOSSES = ("first_loss", "final_loss", "validation_loss")
-_COLUMNS = ("arm", "metric", "n", "median", "95 % interval", "ratio", "95 % interval of the ratio", "result")
+_COLUMNS = (
+    *("arm", "metric", "n", "mean", "standard error", "95 % t-interval", "median", "95 % interval"),
+    *("mean ratio", "95 % t-interval of the ratio", "median ratio", "95 % interval of the ratio", "result"),
+)
 
 
 class TableFormat(StrEnum):
@@ -67,7 +70,7 @@ def compare(
     i of its baseline form a pair.
 
     Counted quantities (bytes, operations) are compared exactly if all pairs have the same ratio. A measured quantity differs if the 95 %
-    interval of the ratios does not contain 1; this needs at least `FEWEST` pairs.
+    interval of the ratios' median does not contain 1, or with fewer than `FEWEST` pairs the t-interval of their mean.
 
     metrics: keys of `summary.json`. Defaults to `METRICS`, with the last training loss if no run has a validation loss.
 
@@ -107,7 +110,7 @@ def render(comparisons: Sequence[Comparison], *, form: TableFormat = TableFormat
         return file.getvalue().rstrip("\n")
     if form is TableFormat.latex:
         lines = [" & ".join(map(_latex, row)) + r" \\" for row in [list(_COLUMNS), *rows]]
-        head = [r"\begin{tabular}{llrrrrrl}", r"\hline", lines[0], r"\hline"]
+        head = [rf"\begin{{tabular}}{{ll{'r' * (len(_COLUMNS) - 3)}l}}", r"\hline", lines[0], r"\hline"]
         return "\n".join([*head, *lines[1:], r"\hline", r"\end{tabular}"])
     lines = ["| " + " | ".join(row) + " |" for row in [list(_COLUMNS), ["---"] * len(_COLUMNS), *rows]]
     return "\n".join(lines)
@@ -188,9 +191,13 @@ def _result(own: pandas.DataFrame, *, base: pandas.DataFrame, metric: str, ratio
         return "equal"
     if _is_counted(metric) and ratio.smallest == ratio.largest:
         return f"{abs(ratio.median - 1):.2%} {'more' if ratio.median > 1 else 'less'}, counted"
+    is_few = ratio.n < FEWEST
+    if is_few and ratio.n > 1 and ratio.smallest == ratio.largest:
+        return f"no difference shown, {ratio.n} equal pairs are one"  # repeats of one seed, which have no spread
+    center = ratio.mean if is_few else ratio.median
     if ratio.excludes_one:
-        return f"{abs(ratio.median - 1):.1%} {'more' if ratio.median > 1 else 'less'}"
-    return "no difference shown" if ratio.n >= FEWEST else f"no difference shown, fewer than {FEWEST} pairs"
+        return f"{abs(center - 1):.1%} {'more' if center > 1 else 'less'}{' by the t-interval' if is_few else ''}"
+    return "no difference shown" + (f", {ratio.n} pair{'s' if ratio.n > 1 else ''}" if is_few else "")
 
 
 def _is_counted(metric: str) -> bool:
@@ -206,13 +213,20 @@ def _identical(own: pandas.DataFrame, *, base: pandas.DataFrame) -> bool:
 
 def _cells(found: Comparison) -> Iterator[object]:
     is_exact = _is_counted(found.metric) and found.value.smallest == found.value.largest
-    yield from (found.arm, found.metric, found.value.n, found.value.median, "counted" if is_exact else found.value.ends)
+    yield from (found.arm, found.metric, found.value.n, found.value.mean)
+    yield from _intervals(found.value, is_exact=is_exact)
     if found.ratio is None:
-        yield from ("", "")
+        yield from ("", "", "", "")
     else:
-        is_one = found.ratio.smallest == found.ratio.largest and is_exact
-        yield from (found.ratio.median, "counted" if is_one else found.ratio.ends)
+        _, *intervals = _intervals(found.ratio, is_exact=is_exact and found.ratio.smallest == found.ratio.largest)
+        yield from (found.ratio.mean, *intervals)
     yield found.result
+
+
+def _intervals(found: Interval, *, is_exact: bool) -> Iterator[object]:
+    """Yields the cells from the standard error to the median's interval. is_exact: all values are one counted number."""
+    error = "" if is_exact or found.n == 1 else found.standard_error
+    yield from (error, "counted" if is_exact else found.mean_ends, found.median, "counted" if is_exact else found.ends)
 
 
 def _text(cell: object) -> str:

@@ -17,6 +17,7 @@ from ztk.report.status import Status, read_status, read_summary
 from ztk.report.sweep import SWEEP, SweepJob, as_written, read_sweep
 
 LARGER_IS_BETTER = ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "hfu", "reward_after")
+_SUMMARY = ("n", "mean", "standard_error", "mean_low", "mean_high", "median", "low", "high")
 _WORDS = {"true": True, "false": False, "null": None}
 _TIER_BYTES = ("memory.", "peak_memory.")
 _FROM_ENVIRONMENT = ("commit", "device_name", "host")
@@ -71,9 +72,9 @@ class Runs(NamedTuple):
         rows = []
         for values, group in done.groupby(keys, dropna=False, sort=False):
             found = median_interval(group[metric].astype(float).tolist())
-            interval = {"n": found.n, "median": found.median, "low": found.low, "high": found.high}
+            interval = {name: getattr(found, name) for name in _SUMMARY}
             rows.append(dict(zip(keys, values, strict=True)) | interval)
-        return pandas.DataFrame(rows, columns=[*keys, "n", "median", "low", "high"])
+        return pandas.DataFrame(rows, columns=[*keys, *_SUMMARY])
 
     def pareto(self, x: str, *, y: str, larger: Sequence[str] = LARGER_IS_BETTER) -> pandas.DataFrame:
         """Returns the arms that no other arm beats in both metrics, by their medians, sorted by `x`. larger: metrics for which more is
