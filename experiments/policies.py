@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.user_objects import own_learning_rates, own_optimizer, planned_optimizer
+from experiments.user_objects import has_torch_scheduler, own_learning_rates, own_optimizer, planned_optimizer
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.core.policies.ema import EmaPolicy
@@ -71,8 +71,7 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
 def optimizer_of(config: Config, *, model: nn.Module) -> dict[str, Any]:
     """Returns the arguments of `parallelize` for the update of `model`."""
     if is_own(config, section="optimizer"):
-        policy, optimizer = own_optimizer(config, model=model)
-        return {"optimizer": policy, "torch_optimizer": optimizer}
+        return own_optimizer(config, model=model)
     return {"optimizer": optimizer_policy(config)}
 
 
@@ -81,10 +80,14 @@ def planned_policy(config: Config) -> OptimizerPolicy:
     return planned_optimizer(config) if is_own(config, section="optimizer") else optimizer_policy(config)
 
 
-def learning_rates(config: Config) -> Tensor:
-    """Returns float32 [train.steps] multipliers."""
+def learning_rates(config: Config, *, lr: float | None = None) -> Tensor | None:
+    """Returns the `lr_table` of `parallelize`: the multipliers of `lr`, by default optimizer.lr. None if the groups of an own optimizer
+    follow a torch scheduler."""
     if is_own(config, section="scheduler"):
-        return own_learning_rates(config)
+        if is_own(config, section="optimizer") and has_torch_scheduler(config):
+            return None
+        policy = optimizer_policy(config)
+        return own_learning_rates(config, policy=policy if lr is None else replace(policy, lr=lr))
     return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from experiments import policies
 from experiments.alignment import start_from
 from experiments.best import Best
 from experiments.models import Values, build
@@ -110,7 +111,7 @@ class Run:
 
 
 def open_run(
-    config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
+    config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor | None
 ) -> Run:
     """Opens the models, with the same initial weights, and an empty buffer. Raises CheckpointError for warm_start.path and
     reward.path.
@@ -121,7 +122,14 @@ def open_run(
     actor = build(config, lr_table=lr_table, **common)
     start_from(config, engine=actor)
     critic = (
-        build(config, lr=config.critic.lr, lr_table=lr_table, is_critic=True, strategy=config.critic, **common)
+        build(
+            config,
+            lr=config.critic.lr,
+            lr_table=policies.learning_rates(config, lr=config.critic.lr),
+            is_critic=True,
+            strategy=config.critic,
+            **common,
+        )
         if has_critic
         else None
     )

@@ -14,7 +14,8 @@ from ztk.core.policies.optimizer import OptimizerPolicy
 from ztk.core.runtime.own_forward import OwnForward, replace_forward
 from ztk.data import ItemStream, Share
 from ztk.nn import Decoder
-from ztk.optim import TorchStep
+from ztk.optim import GroupSchedule, TorchStep
+from ztk.optim.elementwise import CLOSURE, is_elementwise
 from ztk.parallel.pipeline import PipelineModule
 from ztk.train.engine import Engine
 from ztk.train.loop import Callback
@@ -94,9 +95,11 @@ class _LossModule(nn.Module):
         return self._function(outputs, targets)
 
 
-def own_optimizer(config: Config, *, model: nn.Module) -> tuple[OptimizerPolicy, torch.optim.Optimizer]:
-    """Returns the optimizer of `optimizer._target_` over the trained parameters, and its policy."""
+def own_optimizer(config: Config, *, model: nn.Module) -> dict[str, Any]:
+    """Returns the arguments of `parallelize` for the optimizer of `optimizer._target_` over the trained parameters."""
     made = instantiate(config.own["optimizer"], [p for p in model.parameters() if p.requires_grad])
+    if config.optimizer.needs_closure:
+        setattr(made, CLOSURE, True)
     policy = OptimizerPolicy(
         name="torch",
         lr=float(made.param_groups[0].get("lr", 1.0)),
@@ -104,52 +107,115 @@ def own_optimizer(config: Config, *, model: nn.Module) -> tuple[OptimizerPolicy,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         skip_unused=bool(config.optimizer.skip_unused),
     )
-    return policy, made
+    schedule = None
+    if has_torch_scheduler(config):
+        schedule = _group_schedule(config, groups=made.param_groups, defaults=made.defaults)
+    return {
+        "optimizer": policy,
+        "torch_optimizer": made,
+        "elementwise": bool(config.optimizer.elementwise),
+        "group_schedule": schedule,
+    }
 
 
 def planned_optimizer(config: Config) -> OptimizerPolicy:
     """Returns one of ztk's optimizers with the same number of states as `optimizer._target_`. Raises ValueError if there is none."""
-    parameter = nn.Parameter(torch.zeros(4))
-    step = TorchStep(instantiate(config.own["optimizer"], [parameter]), parameters={"parameter": parameter})
+    parameter, target = nn.Parameter(torch.zeros(4)), config.own["optimizer"]["_target_"]
+    made = instantiate(config.own["optimizer"], [parameter])
+    if not (config.optimizer.elementwise or is_elementwise(made)):
+        raise ValueError(
+            f"optimizer._target_={target}: steps full parameters, with full weights, gradients and states on every rank, which a plan does not "
+            "count; set optimizer.elementwise=true if it updates every element by itself, or plan with optimizer=adamw and add 4 bytes per "
+            "parameter and state to every rank, and 8 during the step"
+        )
+    step = TorchStep(made, parameters={"parameter": parameter})
     names = ("sgd", "lion", "adamw")
     if len(step.state_names) >= len(names):
         raise ValueError(
-            f"optimizer._target_={config.own['optimizer']['_target_']}: keeps {len(step.state_names)} states per parameter, and a plan counts "
-            "two at most"
+            f"optimizer._target_={target}: keeps {len(step.state_names)} states per parameter, and a plan counts two at most"
         )
     return OptimizerPolicy(name=names[len(step.state_names)], clip_grad_norm=config.optimizer.clip_grad_norm)
 
 
-def own_learning_rates(config: Config) -> Tensor:
-    """Returns float32 [train.steps] multipliers of a torch scheduler, or of a function or object called with the step, starting at 0.
+def has_torch_scheduler(config: Config) -> bool:
+    """Returns whether `scheduler._target_` is a scheduler of torch's or derived from one."""
+    target = find(config.own["scheduler"]["_target_"]) if "scheduler" in config.own else None
+    return inspect.isclass(target) and issubclass(target, LRScheduler)
 
-    Raises ValueError for non-finite multipliers.
+
+def own_learning_rates(config: Config, *, policy: OptimizerPolicy) -> Tensor:
+    """Returns the multipliers of the rate of `policy` by an own schedule: float32 [train.steps] for a function or object called with the step,
+    starting at 0, and [train.steps, 2] for a torch scheduler that also changes the momentum, which is the second column.
+
+    Raises ValueError for non-finite multipliers, and for a scheduler that gives parameters of several rates several multipliers.
     """
     node, steps = config.own["scheduler"], config.train.steps
-    target = find(node["_target_"])
-    if inspect.isclass(target) and issubclass(target, LRScheduler):
-        values = _followed(node, steps=steps)
+    if has_torch_scheduler(config):
+        table = _followed(config, policy=policy)
     else:
         schedule = call_later(node)
-        values = [float(schedule(step)) for step in range(steps)]
-    table = torch.tensor(values, dtype=torch.float32)
-    if not torch.isfinite(table).all():
+        table = torch.tensor([float(schedule(step)) for step in range(steps)], dtype=torch.float32)
+    finite = torch.isfinite(table).view(steps, -1).all(1)
+    if not finite.all():
         raise ValueError(
-            f"scheduler._target_={node['_target_']}: step {int((~torch.isfinite(table)).nonzero()[0])} has no finite multiplier"
+            f"scheduler._target_={node['_target_']}: step {int((~finite).nonzero()[0])} has no finite multiplier"
         )
     return table
 
 
-def _followed(node: Mapping[str, Any], *, steps: int) -> list[float]:
-    """Returns the rates of a torch scheduler for an optimizer of rate 1."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = instantiate(node, optimizer)
-    values = []
-    for _ in range(steps):
-        values.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        scheduler.step()
-    return values
+def _followed(config: Config, *, policy: OptimizerPolicy) -> Tensor:
+    """Returns the rates of a torch scheduler over the rate of `policy`, and the momentum if it changes."""
+    where, lr = f"scheduler._target_={config.own['scheduler']['_target_']}", policy.lr
+    has_betas = policy.betas is not None and policy.name != "muon"
+    momentum = {"betas": tuple(policy.betas)} if has_betas else {"momentum": policy.momentum or 0.0}
+    rates = [lr] if policy.adam_lr is None else [lr, policy.adam_lr]
+    if not all(rates):
+        raise ValueError(f"{where}: sets rates, which are multiples of optimizer.lr here: set one above 0")
+    groups = [{"lr": rate, **momentum} for rate in rates]
+    schedule = _group_schedule(config, groups=groups, defaults=groups[0])
+    rows, moments = [], []
+    for update in range(1, config.train.steps + 1):
+        values = schedule.values(update)
+        rows.append([float(own["lr"]) / rate for own, rate in zip(values, rates, strict=True)])
+        moments.append(float(values[0]["betas"][0] if has_betas else values[0]["momentum"]))
+    multipliers = torch.tensor(rows, dtype=torch.float64)
+    if not torch.allclose(multipliers, multipliers[:, :1], rtol=1e-6, atol=0.0):
+        raise ValueError(
+            f"{where}: sets absolute rates, and optimizer.adam_lr={policy.adam_lr} is another one than optimizer.lr={lr}: leave "
+            "optimizer.adam_lr out, or use a scheduler that multiplies"
+        )
+    multipliers = multipliers[:, 0].to(torch.float32)
+    first = policy.betas[0] if has_betas else policy.momentum
+    if all(moment == first for moment in moments):
+        return multipliers
+    if not first:
+        raise ValueError(
+            f"{where}: changes the momentum, and optimizer.momentum=0 keeps none: set optimizer.momentum, or scheduler.cycle_momentum=false"
+        )
+    return torch.stack([multipliers, torch.tensor(moments, dtype=torch.float32)], dim=1)
+
+
+def _group_schedule(config: Config, *, groups: Any, defaults: Mapping[str, Any]) -> GroupSchedule:
+    node = config.own["scheduler"]
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return _scheduler(node, optimizer=optimizer)
+
+    return GroupSchedule(make, groups=groups, defaults=defaults)
+
+
+def _scheduler(node: Mapping[str, Any], *, optimizer: torch.optim.Optimizer) -> Any:
+    """Returns the scheduler of a node for `optimizer`, and those inside its arguments, as of SequentialLR."""
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, Mapping) and "_target_" in value:
+            target = find(value["_target_"])
+            is_scheduler = inspect.isclass(target) and issubclass(target, LRScheduler)
+            return _scheduler(value, optimizer=optimizer) if is_scheduler else instantiate(value)
+        return [inner(item) for item in value] if isinstance(value, list | tuple) else value
+
+    options = {key: inner(value) for key, value in node.items() if key != "_target_"}
+    return find(node["_target_"])(optimizer=optimizer, **options)
 
 
 def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:

@@ -1,10 +1,12 @@
-"""Own optimizers: `optimizer=sign` is elementwise and runs at every stage, `optimizer=normed` is not and is refused."""
+"""Own optimizers: `optimizer=sign` is elementwise and runs over shards, `optimizer=normed` is not and steps full parameters."""
 
 import torch
 
 
 class Sign(torch.optim.Optimizer):
     """The sign of an averaged gradient."""
+
+    elementwise = True  # every element is updated from its own weight, gradient and states
 
     def __init__(self, params, lr: float = 1e-3, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -19,7 +21,7 @@ class Sign(torch.optim.Optimizer):
 
 
 class Normed(torch.optim.SGD):
-    """Gradients divided by the norm of their parameter's, which one rank's shard does not have."""
+    """Gradients divided by the norm of their parameter's."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

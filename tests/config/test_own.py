@@ -132,6 +132,9 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_p
     assert config.own["task"] == {"_target_": "own_mine.main", "greeting": "hi"} and config.task.name == "pretrain"
 
 
+PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -148,7 +151,13 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option(tmp_p
         (["model._target_=own_mine.Model"], "missing a required argument: 'width'"),
         (["model=own"], "model=own names no object: use model._target_=MODULE.NAME"),
         (["model=conv"], "Interpolation key 'user.width' not found; add user.width=VALUE"),
-        (["optimizer=normed"], "optimizer=Normed: it is not elementwise"),
+        (["optimizer=normed", "optimizer.elementwise=true"], "optimizer=Normed: it is not elementwise"),
+        (["optimizer=normed", "topology=tp2"], "optimizers.Normed: steps full parameters, and topology.tensor=2"),
+        (["optimizer=adamw", "optimizer.elementwise=true"], "optimizer.elementwise=true has no effect"),
+        (
+            ["optimizer=adamw", "scheduler=own", f"scheduler._target_={PLATEAU}"],
+            "ReduceLROnPlateau: follows a measured loss",
+        ),
         (["optimizer=sign", "zero=ddp"], "zero=ddp runs torch's AdamW"),
         (["task=sft", "data=chat", "loss=smooth"], "loss: an own one has no effect with task=sft"),
         (["task=dpo", "data=preferences", "optimizer=sign"], "optimizer: an own one has no effect with task=dpo"),

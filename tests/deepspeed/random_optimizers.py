@@ -1,6 +1,7 @@
 """Optimizers of random scripts, and their changes after `initialize`: see `random_scripts`.
 
-KINDS: SGD by the configuration, torch's optimizers as objects, and classes whose step reads more than groups and states.
+KINDS: SGD by the configuration, torch's optimizers as objects, and classes whose step reads more than groups and states, some of which are
+declared elementwise.
 LATE: changes made once, after `LATE_STEP` iterations or before the first one.
 """
 
@@ -19,7 +20,7 @@ KINDS = (
     *2 * ("torch", "dampened", "in place", "attribute"),
     "centred",
     "identity",
-)  # the last two are refused
+)  # the last two step full parameters
 HOOKS = (*2 * ("pre hook", "post hook", "scheduler"), "wrapped step", "lost step")  # from the first iteration on
 CHANGES = (*2 * ("lr", "decay", "momentum"), "maximize", "nesterov", "dampening", "taken out", "new list")  # of groups
 USES = ("walk", "reload", "second step")  # of states and steps
@@ -49,7 +50,7 @@ class Drawn:
     def heeded(self, *, momentum: float) -> "Drawn":
         """The script without requests that an engine refuses."""
         return Drawn(
-            kind="torch" if self.kind in ("centred", "identity") else self.kind,
+            kind=self.kind,
             late="lr" if self.late in REFUSED or (self.late == "momentum" and not momentum) else self.late,
             of_client=self.of_client and self.late != "reload",
         )
@@ -58,6 +59,7 @@ class Drawn:
 class InPlace(torch.optim.SGD):
     """Scales gradients in place: by the parameter's attribute, and so that decay adds to them."""
 
+    elementwise = True
     decay = 0.1
 
     @torch.no_grad()

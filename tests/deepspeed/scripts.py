@@ -461,7 +461,7 @@ def refusals(process: Process) -> dict[str, str]:
         "two configs": {"model": model, "config": good, "args": argparse.Namespace(deepspeed_config="x.json")},
         "mpu": {"model": model, "config": good, "mpu": object()},
         "foreign": {"model": model, "config": bare, "optimizer": torch.optim.AdamW(foreign.parameters())},
-        "factored": {"model": model, "config": bare, "optimizer": torch.optim.Adafactor(model.parameters())},
+        "closure": {"model": model, "config": bare, "optimizer": torch.optim.LBFGS(model.parameters())},
         "no optimizer": {"model": model, "config": bare, "optimizer": lambda parameters: list(parameters)},
         "stepped": {"model": model, "config": bare, "optimizer": stepped},
         "twice": {"model": model, "config": good, "model_parameters": twice},

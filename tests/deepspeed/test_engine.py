@@ -59,7 +59,7 @@ WORDS = {
     "two configs": "given twice",
     "mpu": "get_model_parallel_world_size",
     "foreign": "not the model's",
-    "factored": "optimizer=Adafactor: it is not elementwise",
+    "closure": "optimizer=LBFGS: its step needs a closure, and DeepSpeed's engine.step() passes none",
     "no optimizer": "made a list",
     "stepped": "fresh one",
     "twice": "fc1.weight is in the parameter groups 0 and 1",

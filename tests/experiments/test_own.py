@@ -75,8 +75,18 @@ def test_a_plan_of_an_own_model_counts_its_parameters(tmp_path):
 def test_objects_that_cannot_act_are_refused(tmp_path):
     with pytest.raises(ValueError, match="callbacks.mine=fractions.Fraction: has none of the hooks before_step, "):
         own_callbacks(compose("callbacks.mine._target_=fractions.Fraction", output_dir=tmp_path))
-    done = run_command(*OWN, *SMALL, "optimizer=normed", cwd=tmp_path)
+    done = run_command(*OWN, *SMALL, "optimizer=normed", "optimizer.elementwise=true", cwd=tmp_path)
     assert done.returncode == 2 and "optimizer=Normed: it is not elementwise" in done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["optimizer=normed", "optimizer._target_=torch.optim.LBFGS"])
+def test_an_optimizer_of_full_parameters_has_equal_losses_at_every_stage(tmp_path, optimizer):
+    """LBFGS also evaluates the loss again in its step."""
+    words = (*SMALL, "experiment=conv", "user.width=8", "launch.ranks=2", "precision=fp32", optimizer)
+    words += ("optimizer=own",) if "_target_" in optimizer else ()
+    first = run(tmp_path / "first", *words, "zero=stage0")
+    second = run(tmp_path / "second", *words, "zero=stage3", "offload=nvme")
+    assert first["loss_digest"] == second["loss_digest"] and first["first_loss"] != first["final_loss"]
 
 
 def test_an_own_schedule_and_callback_act_and_are_recorded(tmp_path):

@@ -1,4 +1,4 @@
-"""Which torch optimizers may run over shards, and why others may not."""
+"""Which torch optimizers may run over shards, and why others may not: a declaration is compared with steps over full parameters."""
 
 from functools import partial
 
@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.device_tagged import DEVICE, gpu_tensors
 from ztk.optim import TorchStep
+from ztk.optim.alone import initial_state
+from ztk.optim.elementwise import TORCHS, _checked, is_elementwise
 
 CONTROL = torch.tensor([0.0, 0.5, *[0.0] * 14])  # step, with half the gradient
 
@@ -51,13 +53,6 @@ class Counting(torch.optim.SGD):
 class Sharpness(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
-
-
-class Around(torch.optim.SGD):
-    def __init__(self, params):
-        params = list(params)
-        super().__init__(params)
-        self.base = torch.optim.SGD(params, lr=0.1)
 
 
 class Wide(torch.optim.SGD):
@@ -175,84 +170,126 @@ class Masked(torch.optim.SGD):
                 p.sub_(p.mask * p.grad, alpha=group["lr"])
 
 
+class Across(torch.optim.SGD):
+    """Its rate is the first group's, over the number of groups."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rate = self.param_groups[0]["lr"] / len(self.param_groups)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=rate)
+
+
+class Rebinding(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+SHAPES = {"a": (320,), "b": (8, 32), "c": (160, 144), "d": (5,), "e": ()}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (CentredInPlace, "or on the shape"),
+        (CentredInPlace, "shape"),
         (ClippingLarge, "not elementwise"),
         (Marking, "sets the attribute velocity of a parameter"),
-        (Trust, "not elementwise: the weights depend on the other elements"),
+        (Trust, "not elementwise: the weights depend on other elements"),
         (Noisy, "random numbers"),
-        (Centred, "or on the shape"),
+        (Centred, "shape"),
         (Global, "not elementwise"),
-        (ClippedIfLarge, "not elementwise: the weights depend on the other elements"),
+        (ClippedIfLarge, "not elementwise: the weights depend on other elements"),
         (Factored, "not elementwise: its state rows"),
         (torch.optim.Adafactor, "not elementwise: its state row_var"),
-        (torch.optim.Muon, "its step raises"),
+        (torch.optim.Muon, "its step raises|only supports 2D"),
         (torch.optim.LBFGS, "needs a closure"),
         (Sharpness, "needs a closure"),
         (torch.optim.SparseAdam, "does not support dense gradients"),
         (Counting, "changes its attribute made"),
-        (Around, r"wraps another optimizer \(base\)"),
         (Wide, "its state sum is float64"),
         (Listed, "its state past is a list"),
+        (partial(Excluding, how=lambda params: {params[1]}), "not elementwise"),
+        (partial(ExcludingByNumber, how=lambda params: {id(params[1]): "bias"}), "not elementwise"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_shards_cannot_run_is_refused_with_the_reason(make, words):
-    parameter = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match=f"optimizer={make.__name__}: .*{words}"):
-        TorchStep(make([parameter]), parameters={"a": parameter})
+def test_a_wrong_declaration_is_refused_at_the_start_with_the_reason(make, words):
+    """The check has the real groups and parameter objects. The parameters keep their values and memory."""
+    own = parameters()
+    memory = [parameter.data_ptr() for parameter in own.values()]
+    with pytest.raises(ValueError, match=words):
+        TorchStep(make(list(own.values())), parameters=own)
+    assert [parameter.data_ptr() for parameter in own.values()] == memory
+    assert all(parameter.grad is None and (parameter == 1).all() for parameter in own.values())
 
 
-def test_one_that_recognises_parameters_by_identity_is_refused():
-    """In an attribute, a closure, a model, or an option of its group. Attributes that its step does not read are allowed."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    parameters = dict(model.named_parameters())
-    numbers = {id(model[0].bias)}
-
-    class Closed(Excluding):
-        def is_excluded(self, p):
-            return id(p) in numbers
-
-    makers = {
-        "self.excluded": lambda: Excluding(model.parameters(), lambda params: {params[1]}),
-        "self.excluded.": lambda: ExcludingByNumber(model.parameters(), lambda params: {id(params[1]): "bias"}),
-        "numbers": lambda: Closed(model.parameters(), lambda params: ()),
-        "self.excluded..": lambda: ExcludingByNumber(model.parameters(), lambda params: [model]),
-        "the group's frozen": lambda: Marking([{"params": model.parameters(), "frozen": {model[0].bias}}]),
-    }
-    for what, make in makers.items():
-        with pytest.raises(ValueError, match=rf"reads {what.rstrip('.')}, which holds parameters .*p.no_decay = True"):
-            TorchStep(make(), parameters=parameters)
-    TorchStep(Excluding(model.parameters(), lambda params: ()), parameters=parameters)
-
-
-def test_one_that_recognises_parameters_by_place_or_by_tensors_is_refused():
-    parameters = {f"{number}": nn.Parameter(torch.ones(4)) for number in range(7)}
+def test_the_place_in_a_group_and_tensors_at_parameters_are_refused():
+    own = {f"{number}": nn.Parameter(torch.ones(4)) for number in range(7)}
     for scales, is_equal in (([1.0] * 7, True), ([1.0] * 6 + [2.0], False)):
-        optimizer = ByPlace([{"params": list(parameters.values()), "scales": scales}])
+        optimizer = ByPlace([{"params": list(own.values()), "scales": scales}])
         if is_equal:
-            TorchStep(optimizer, parameters=parameters)
+            TorchStep(optimizer, parameters=own)
         else:
-            with pytest.raises(ValueError, match="by their place in the group"):
-                TorchStep(optimizer, parameters=parameters)
-    for parameter in parameters.values():
+            with pytest.raises(ValueError, match="on the place in the group"):
+                TorchStep(optimizer, parameters=own)
+    for parameter in own.values():
         parameter.mask = torch.ones(4)
     with pytest.raises(ValueError, match="the attribute mask of a parameter is a tensor"):
-        TorchStep(Masked(parameters.values()), parameters=parameters)
+        TorchStep(Masked(own.values()), parameters=own)
 
 
-def test_one_that_sends_in_its_step_is_refused():
-    class Averaging(torch.optim.SGD):
-        def step(self, closure=None):
-            if torch.distributed.is_available():
-                torch.distributed.all_reduce(self.param_groups[0]["params"][0].grad)
-            return super().step(closure)
+@pytest.mark.parametrize("make", [Across, Rebinding])
+def test_a_step_that_reads_other_groups_or_rebinds_acts_over_ranges(make):
+    own = {"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4))}
+    groups = [{"params": [own["a"]], "lr": 0.5}, {"params": [own["b"]], "lr": 0.25}]
+    made = TorchStep(make(groups), parameters=own)
+    made.begin_step()
+    master = torch.ones(4)
+    made.step(master, grad=torch.full((4,), 2.0), rows={}, control=CONTROL, places={"b": slice(0, 4)})
+    assert master.tolist() == [0.75] * 4  # in both: 1 - 0.25 * (0.5 * 2)
 
-    parameter = nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match=r"calls all_reduce\(\) of torch.distributed"):
-        TorchStep(Averaging([parameter]), parameters={"a": parameter})
+
+TORCHS_CASES = {
+    **{cls.__name__: cls for cls in TORCHS},
+    "momentum": partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "dampened": partial(torch.optim.SGD, momentum=0.9, dampening=0.5, maximize=True),
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "centered": partial(torch.optim.RMSprop, centered=True, momentum=0.9, weight_decay=0.1),
+    "foreach": partial(torch.optim.Adam, foreach=True, weight_decay=0.1),
+    "one by one": partial(torch.optim.Adam, foreach=False, weight_decay=0.1),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "fused sgd": partial(torch.optim.SGD, fused=True, momentum=0.9),
+    "decaying": partial(torch.optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.5),
+    "averaged": partial(torch.optim.ASGD, t0=1),
+    "decoupled": partial(torch.optim.NAdam, decoupled_weight_decay=True, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_CASES)
+def test_torchs_own_classes_are_elementwise(name):
+    """The comparison that declared classes get finds no difference, so `TORCHS` needs none."""
+    optimizer = TORCHS_CASES[name](parameters().values())
+    initial = {}
+    for parameter, state in optimizer.state.items():
+        initial[id(parameter)] = initial_state(state, parameter=parameter)
+    assert is_elementwise(optimizer)
+    _checked(optimizer, initial=initial, device=torch.device("cpu"), compares=True)
+
+
+def test_derived_classes_are_not_elementwise_unless_declared():
+    made = Trust(parameters().values())
+    assert not is_elementwise(made)
+    made.elementwise = True
+    assert is_elementwise(made)
+    assert not any(map(is_elementwise, (torch.optim.Adafactor([nn.Parameter(torch.ones(2))]),)))
 
 
 def test_one_that_has_made_steps_or_lacks_a_parameter_is_refused():

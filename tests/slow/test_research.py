@@ -66,9 +66,18 @@ def test_an_example_is_swept_and_reported(installed, tmp_path, show, kind):
     )
 
 
-def test_an_optimizer_that_is_not_elementwise_is_refused(installed, tmp_path):
+def test_a_wrong_declaration_of_an_optimizer_is_refused(installed, tmp_path):
     shutil.copytree(RESEARCH, tmp_path / "mine")
-    done = start(installed / "ztk", "--config-dir", "mine/conf", *CONV, *SMALL, "optimizer=normed", cwd=tmp_path)
+    done = start(
+        installed / "ztk",
+        "--config-dir",
+        "mine/conf",
+        *CONV,
+        *SMALL,
+        "optimizer=normed",
+        "optimizer.elementwise=true",
+        cwd=tmp_path,
+    )
     assert done.returncode == 2 and "optimizer=Normed: it is not elementwise" in done.stderr
 
 

@@ -25,7 +25,7 @@ from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
-from ztk.checkpoint.torch_optimizer import decode_all
+from ztk.checkpoint.torch_optimizer import decode_all, states_of_parameters
 from ztk.core.policies.records import run_folder
 from ztk.data.subword import read_settings, token_text
 from ztk.nn.lora import adapter_of, is_adapter
@@ -282,9 +282,14 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
 
 
 def _small_state(manifest: Manifest) -> dict[str, object]:
-    """Returns the small state of torch's optimizers: everything except tensors of the parameters' shapes."""
+    """Returns the small state of torch's optimizers: everything except tensors of the parameters' shapes. All states of an optimizer of
+    full parameters."""
     if manifest.state_names is None:
         return {}
+    if manifest.torch_optimizer is not None and "whole" in manifest.torch_optimizer:
+        with StateReader(manifest) as reader:
+            states = states_of_parameters(manifest, reader=reader)
+        return {f"optim.state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
     if manifest.torch_optimizer is not None:
         return {
             f"optim.state.{name}.{key}": value

@@ -106,7 +106,7 @@ def load(
             rounded = engine.zero.state.load(source, keep=frozenset(matched.kept))
             _load_buffers(engine, reader=reader, keep=matched.kept)
             rng = reader.rng_states(comm.rank) if same_world and not weights_only else None
-        restore_progress(engine, manifest=None if weights_only else manifest, keep=matched.kept)
+        restore_progress(engine, manifest=None if weights_only else manifest, reader=reader, keep=matched.kept)
         engine.zero.state.share_parameters()
         rounded = sum(comm.gather_objects(rounded))
         if not weights_only:

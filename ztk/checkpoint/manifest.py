@@ -18,6 +18,7 @@ _SUFFIX = b"}\n"
 
 BUFFER = "buffer"  # kind of a module's persistent buffer
 RNG = "rng"  # kind of a rank's random number generators
+OPTIMIZER = "optimizer"  # kind of the tensors of an optimizer of full parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ class Manifest:
     data, extra: JSON values from the training program.
     model: the model's description; see `ztk.checkpoint.architecture`.
     groups: the optimizer's hyperparameters, each set with its parameters' names under "params".
-    torch_optimizer: the small state of a torch optimizer; see `ztk.checkpoint.torch_optimizer`.
+    torch_optimizer: the state of a torch optimizer; see `ztk.checkpoint.torch_optimizer`.
     missed_updates: parameter -> number of updates that it missed, for ztk's own optimizers. Only parameters that missed any.
     left_out: frozen parameters that a checkpoint of trained parameters omits.
     """

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES
-from ztk.checkpoint.manifest import BUFFER, RNG, Entry, StateFile
+from ztk.checkpoint.manifest import BUFFER, OPTIMIZER, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from ztk.checkpoint.torch_optimizer import pack_whole
+from ztk.core.runtime import Tier
 from ztk.core.runtime.part import Part
+from ztk.optim import WholeStep
 from ztk.train.engine import Engine
 from ztk.zero.update.piece_states import FROZEN
 
@@ -55,6 +58,9 @@ class ShardSource:
             (BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module) if name in buffers
         }
         self._small |= {(RNG, name): state for name, state in rng_states(engine.process.device).items()}
+        if engine.process.rank == 0 and isinstance(engine.zero.optimizer, WholeStep):
+            _, tensors = pack_whole(engine, copies=engine.zero.tiers["optimizer"] == Tier.nvme)
+            self._small |= {(OPTIMIZER, name): value for name, value in tensors.items() if value.numel()}
         self.slices = self._plan()
 
     def _plan(self) -> dict[tuple[str, str], Slice]:

@@ -1,18 +1,25 @@
-"""The small state of an optimizer in a checkpoint: step counts, products and group values, without tensors of the parameters' size.
+"""The state of torch optimizers in a checkpoint.
 
-It is the same for all ranges of a parameter, so it is saved once, grouped by equal values, and any number of ranks can load it.
+Elementwise ones: the small state, which is step counts, products and group values, without tensors of the parameters' size. It is the same
+for all ranges of a parameter, so it is saved once, grouped by equal values, and any number of ranks can load it.
+
+Optimizers of full parameters: states, groups and attributes as a tree of JSON values under "whole", with tensors in rank 0's file.
 """
 
 import json
 import math
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ztk.checkpoint.bits import DTYPE_NAMES, DTYPES
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.manifest import Manifest
-from ztk.optim import TorchStep
+from ztk.checkpoint.manifest import OPTIMIZER, Manifest
+from ztk.checkpoint.reader import StateReader
+from ztk.optim import TorchStep, WholeStep
 from ztk.optim.torch_step import Progress
 from ztk.train.engine import Engine
 
@@ -23,6 +30,8 @@ def gather_progress(engine: Engine) -> dict[str, Any] | None:
     Collective.
     """
     step = engine.zero.optimizer
+    if isinstance(step, WholeStep):
+        return {**step.options, "parameters": [], "groups": {}, "whole": pack_whole(engine)[0]}
     if not isinstance(step, TorchStep):
         return None
     engine.zero.finish_update()
@@ -55,7 +64,7 @@ def gather_missed(engine: Engine) -> dict[str, int]:
 def check_progress(engine: Engine, *, manifest: Manifest) -> None:
     """Raises CheckpointError unless the checkpoint's optimizer has the class of the engine's optimizer."""
     step = engine.zero.optimizer
-    here = step.options["class"] if isinstance(step, TorchStep) else None
+    here = step.options["class"] if isinstance(step, TorchStep | WholeStep) else None
     there = None if manifest.torch_optimizer is None else manifest.torch_optimizer["class"]
     if here != there:
         here, there = (name or "ztk's own update" for name in (here, there))
@@ -63,12 +72,18 @@ def check_progress(engine: Engine, *, manifest: Manifest) -> None:
             f"{manifest.path} was saved with {there} as its optimizer, and this run has {here}: use the "
             "optimizer it was saved with, or load it with weights_only=True"
         )
+    was_whole = manifest.torch_optimizer is not None and "whole" in manifest.torch_optimizer
+    if was_whole != isinstance(step, WholeStep):
+        raise CheckpointError(
+            f"{manifest.path} was saved with {there} {'stepping full parameters' if was_whole else 'declared elementwise'}: "
+            f"{'leave elementwise=true out' if was_whole else 'set optimizer.elementwise=true'} here, too, or load it with weights_only=True"
+        )
 
 
-def restore_progress(engine: Engine, *, manifest: Manifest | None, keep: Collection[str]) -> None:
+def restore_progress(engine: Engine, *, manifest: Manifest | None, reader: StateReader, keep: Collection[str]) -> None:
     """Restores the values of `gather_progress` and `gather_missed`.
 
-    manifest: the checkpoint's, or None to restart. keep: parameters whose state must not change.
+    manifest: the checkpoint's, or None to restart. reader: of its tensors. keep: parameters whose state must not change.
     """
     own = {placement.name for bucket in engine.zero.buckets for placement in bucket.layout.placements}
     missed = {} if manifest is None else manifest.missed_updates
@@ -76,6 +91,16 @@ def restore_progress(engine: Engine, *, manifest: Manifest | None, keep: Collect
         {name: count for name, count in missed.items() if name in own}, keep=frozenset(keep)
     )
     step = engine.zero.optimizer
+    if isinstance(step, WholeStep):
+        whole = None if manifest is None or manifest.torch_optimizer is None else manifest.torch_optimizer["whole"]
+        device = engine.zero.whole_device
+
+        def read(name: str, numel: int) -> Tensor:
+            return reader.read(name=name, kind=OPTIMIZER, start=0, stop=numel)
+
+        with engine.zero.whole_states():
+            step.unpack(None if whole is None else _decode_tree(whole, read=read, device=device), keep=keep)
+        return
     if not isinstance(step, TorchStep):
         return
     engine.zero.finish_update()
@@ -115,3 +140,69 @@ def _decode(value: dict[str, Any]) -> Any:
     if "dtype" in value:
         return torch.tensor(item, dtype=getattr(torch, value["dtype"])).view(value["shape"])
     return item
+
+
+def pack_whole(engine: Engine, *, copies: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    """Returns the state of an optimizer of full parameters as JSON values, and its tensors by their names there.
+
+    copies: the tensors stay valid after the call, also if their memory is on a disk between steps.
+    Raises ValueError for a state that a checkpoint cannot hold.
+    """
+    tensors: dict[str, Tensor] = {}
+    with engine.zero.whole_states() as step:
+        tree = _encode_tree(step.pack(), tensors=tensors, device=engine.zero.whole_device)
+        if copies:
+            tensors = {name: value.clone() for name, value in tensors.items()}
+    return tree, tensors
+
+
+def _encode_tree(value: Any, *, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """A container becomes an object with its kind, so that no key of the user's is taken for one of ztk's."""
+    if isinstance(value, Tensor):
+        if value.dtype not in DTYPE_NAMES:
+            raise ValueError(f"a state of the optimizer is {value.dtype}, which a checkpoint cannot hold")
+        name = str(len(tensors))
+        tensors[name] = value.detach().contiguous()
+        place = {"on_device": value.device == device and device.type != "cpu"}
+        return {"tensor": name, "dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape), **place}
+    if isinstance(value, Mapping):
+        items = {key: _encode_tree(item, tensors=tensors, device=device) for key, item in value.items()}
+        return {"dict": items}
+    for kind in (list, tuple, deque):
+        if type(value) is kind:
+            items = [_encode_tree(item, tensors=tensors, device=device) for item in value]
+            return {kind.__name__: items, **({"maxlen": value.maxlen} if kind is deque else {})}
+    return _encode(value)
+
+
+def _decode_tree(value: dict[str, Any], *, read: Callable[[str, int], Tensor], device: torch.device) -> Any:
+    def inner(item: dict[str, Any]) -> Any:
+        return _decode_tree(item, read=read, device=device)
+
+    if "tensor" in value:
+        shape = value["shape"]
+        found = torch.empty(shape, dtype=DTYPES[value["dtype"]])
+        if found.numel():
+            found.copy_(read(value["tensor"], found.numel()).view(shape))
+        return found.to(device) if value["on_device"] else found
+    if "dict" in value:
+        return {key: inner(item) for key, item in value["dict"].items()}
+    if "list" in value:
+        return list(map(inner, value["list"]))
+    if "tuple" in value:
+        return tuple(map(inner, value["tuple"]))
+    if "deque" in value:
+        return deque(map(inner, value["deque"]), maxlen=value["maxlen"])
+    return _decode(value)
+
+
+def states_of_parameters(manifest: Manifest, *, reader: StateReader) -> dict[str, dict[str, Any]]:
+    """Returns the states of an optimizer of full parameters by parameter, as its class keeps them."""
+    assert manifest.torch_optimizer is not None
+
+    def read(name: str, numel: int) -> Tensor:
+        return reader.read(name=name, kind=OPTIMIZER, start=0, stop=numel)
+
+    packed = _decode_tree(manifest.torch_optimizer["whole"], read=read, device=torch.device("cpu"))
+    kinds = ((key.split(" ", 1), state) for key, state in packed["states"].items())
+    return {name: state for (kind, name), state in kinds if kind == "parameter"}

@@ -65,7 +65,7 @@ OBJECTS = {
     "optimizer": _Object(
         tasks=_TRAINING,  # other tasks build ztk's own
         neutral={"name": "adamw", "lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0},
-        kept=("clip_grad_norm", "skip_unused"),
+        kept=("clip_grad_norm", "skip_unused", "elementwise", "needs_closure"),
         read=("lr",),
         passed=1,
     ),
@@ -190,6 +190,8 @@ def own_faults(config: Config) -> Iterator[str]:
                 yield from _node_faults(f"{CALLBACKS}.{name}" if name else CALLBACKS, node=entry, given=config.given)
         else:
             yield from _node_faults(section, node=node, given=config.given)
+    if "optimizer" in config.own and TARGET in config.own["optimizer"]:
+        yield from _optimizer_faults(config)
 
 
 def callback_nodes(node: Any) -> dict[str, Any]:
@@ -217,7 +219,12 @@ def _node_faults(section: str, *, node: Any, given: Container[str]) -> Iterator[
     for key, inner in node.items():
         if isinstance(inner, Mapping) and TARGET in inner:
             faults += _node_faults(f"{section}.{key}", node=inner, given=given)
-    yield from faults or (_optimizer_faults(node, target=target) if section == "optimizer" else ())
+    if section == "scheduler" and getattr(found, "__name__", "") == "ReduceLROnPlateau":
+        faults.append(
+            f"scheduler.{TARGET}={target}: follows a measured loss, and a schedule depends on the step alone: use another scheduler, or set "
+            "the rate in a callback"
+        )
+    yield from faults
 
 
 def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any, given: Container[str]) -> Iterator[str]:
@@ -272,19 +279,32 @@ def _is_share(annotation: Any) -> bool:
     return named == "ztk.data.stream.Share" or any(map(_is_share, get_args(annotation)))
 
 
-def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
-    """Yields faults of an optimizer that cannot run on shards."""
+def _optimizer_faults(config: Config) -> Iterator[str]:
+    """Yields faults of an own optimizer: of its object, of a wrong declaration, and of a model that is divided over ranks."""
     import torch  # imported late: the command line imports torch only for objects that need it
 
     from ztk.optim import TorchStep
+    from ztk.optim.elementwise import is_elementwise
 
+    node = config.own["optimizer"]
+    target = node[TARGET]
+    if list(_node_faults("optimizer", node=node, given=config.given)):
+        return
     try:
-        parameter = torch.nn.Parameter(torch.zeros(4))
-        made = instantiate(node, [parameter])
+        shapes = ((320,), (8, 32), (160, 144), (4,))
+        parameters = {str(number): torch.nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
+        made = instantiate(node, list(parameters.values()))
         if not isinstance(made, torch.optim.Optimizer):
             yield f"optimizer.{TARGET}={target}: is no torch.optim.Optimizer but a {type(made).__name__}"
-            return
-        TorchStep(made, parameters={"parameter": parameter})
+        elif config.optimizer.elementwise or is_elementwise(made):
+            TorchStep(made, parameters=parameters)
+        else:
+            for axis in ("pipeline", "tensor", "expert"):
+                if (degree := getattr(config.topology, axis)) > 1:
+                    yield (
+                        f"optimizer.{TARGET}={target}: steps full parameters, and topology.{axis}={degree} divides the model over ranks: use "
+                        f"topology.{axis}=1, or optimizer.elementwise=true if it updates every element by itself"
+                    )
     except ValueError as error:
         yield str(error)
     except Exception as error:

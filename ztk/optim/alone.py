@@ -1,4 +1,4 @@
-"""Runs one step of a torch optimizer's class on tensors that the optimizer does not hold."""
+"""Runs one step of a torch optimizer's class on other tensors than the ones that its parameters hold."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -25,7 +25,7 @@ def initial_state(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, A
     made = {}
     for key, value in state.items():
         made[key] = value
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() > 1:
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() and key != "step":
             first = value.detach().reshape(-1)[0]
             if not bool((value == first).all()):
                 return None
@@ -68,6 +68,43 @@ def stand_in(value: Tensor, *, attributes: Mapping[str, Any]) -> nn.Parameter:
     made = nn.Parameter(value)
     vars(made).update(attributes)
     return made
+
+
+# Torch's own attributes, because an engine's classes of parameters have properties of these names.
+_DATA: Any = torch.Tensor.data
+_GRADIENT: Any = torch.Tensor.grad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lent:
+    """Class, memory and gradient of a parameter object before `lend`."""
+
+    cls: type
+    value: Tensor
+    gradient: Tensor | None
+
+
+def lend(parameter: nn.Parameter, *, value: Tensor, gradient: Tensor | None) -> Lent:
+    """Gives the object `parameter` the memory of `value` and the gradient (any shape), and the class that it had without an engine.
+
+    A step may know parameters by identity, so it gets the objects themselves. Call it without torch function subclasses.
+    """
+    lent = Lent(cls=type(parameter), value=_DATA.__get__(parameter), gradient=_GRADIENT.__get__(parameter))
+    parameter.__class__ = next(base for base in type(parameter).__mro__ if not base.__module__.startswith("ztk."))
+    _GRADIENT.__set__(parameter, None)
+    _DATA.__set__(parameter, value)
+    _GRADIENT.__set__(parameter, gradient)
+    return lent
+
+
+def take_back(parameter: nn.Parameter, *, lent: Lent) -> Tensor:
+    """Restores the object after `lend`. Returns its value, of any shape."""
+    value = _DATA.__get__(parameter)
+    _GRADIENT.__set__(parameter, None)
+    _DATA.__set__(parameter, lent.value)
+    _GRADIENT.__set__(parameter, lent.gradient)
+    parameter.__class__ = lent.cls
+    return value
 
 
 class _Uncut:

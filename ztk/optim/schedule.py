@@ -19,9 +19,11 @@ entry t of this table; one_cycle and range_test agree entry by entry.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ztk.core.policies.ranges import COUNT
 from ztk.core.policies.schedule import SchedulePolicy, wsd_steps
@@ -92,3 +94,63 @@ def _one_cycle(policy: SchedulePolicy, *, t: int, steps: int) -> float:
 def _range_test(policy: SchedulePolicy, *, t: int, steps: int) -> float:
     del steps
     return 1 + policy.step_rate * (t // policy.step_size if policy.staircase else t / policy.step_size)
+
+
+class GroupSchedule:
+    """The values that a torch scheduler sets in the groups of an optimizer, by update.
+
+    The scheduler runs over copies of the groups, so it needs no state in a checkpoint and skipped steps do not count.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.optim.Optimizer], Any],
+        *,
+        groups: Sequence[Mapping[str, Any]],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        """make: builds the scheduler for an optimizer. groups: values of each parameter group. defaults: of the optimizer's options.
+
+        Raises ValueError for a scheduler whose step requires an argument.
+        """
+        self._make, self._defaults = make, dict(defaults)
+        self._groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._begin()
+
+    def _begin(self) -> None:
+        groups = [{**_copied(group), "params": [nn.Parameter(torch.zeros(1))]} for group in self._groups]
+        self._optimizer = _Idle(groups, dict(self._defaults))
+        self._scheduler, self._update = self._make(self._optimizer), 1
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau follows a measured loss, and a schedule here depends on the step alone: use another scheduler, or set the "
+                "rate in a callback"
+            )
+
+    def values(self, update: int) -> list[dict[str, Any]]:
+        """Per group, the values of its options in update `update`, from 1 on."""
+        if update < self._update:
+            self._begin()
+        while self._update < update:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._update += 1
+        return [
+            {key: _plain(group[key]) for key in before}
+            for group, before in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+
+
+class _Idle(torch.optim.Optimizer):
+    """Holds groups for a scheduler."""
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

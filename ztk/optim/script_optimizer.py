@@ -7,7 +7,7 @@ data: each such use is forwarded, or raises an error that names the correct call
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -166,12 +166,13 @@ class ScriptOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        groups: FixedGroups,
+        groups: FixedGroups | None,
         state: StateElsewhere,
         instead: str,
         zero_grad: Callable[[], None],
     ) -> None:
-        """state: replaces the optimizer's state, if that is empty. instead: names the calls that save and load its states.
+        """groups: the groups that must not change. None for an optimizer of full parameters, whose own step runs its hooks, too.
+        state: replaces the optimizer's state, if that is empty. instead: names the calls that save and load its states.
 
         Raises ValueError for an optimizer whose `step` a script has replaced.
         """
@@ -184,11 +185,12 @@ class ScriptOptimizer:
             optimizer.register_state_dict_pre_hook(_refusing(f"state_dict() of {instead}")),
             optimizer.register_load_state_dict_pre_hook(_refusing(f"load_state_dict() of {instead}")),
         ]
-        self._methods = {
+        self._methods: dict[str, Any] = {
             "step": MethodType(_stepping(self, own=self._own.get("step")), optimizer),
-            "add_param_group": groups.refuse_group,
             "zero_grad": lambda set_to_none=True: zero_grad(),
         }
+        if groups is not None:
+            self._methods["add_param_group"] = groups.refuse_group
         vars(optimizer).update(self._methods)
         self._shows_no_state = not optimizer.state
         if self._shows_no_state:  # states set in its constructor are taken over by its step
@@ -205,7 +207,8 @@ class ScriptOptimizer:
 
     def check(self) -> None:
         """Raises ValueError or RuntimeError for a step, groups or states that a script has replaced."""
-        self.groups.check()
+        if self.groups is not None:
+            self.groups.check()
         if vars(self.optimizer).get("step") is not self._methods["step"]:
             raise ValueError(_REPLACED.format(name=type(self.optimizer).__name__))
         if self._shows_no_state:
@@ -213,8 +216,9 @@ class ScriptOptimizer:
 
     @contextmanager
     def inside_hooks(self) -> Iterator[None]:
-        """Context that calls the optimizer's step hooks before and after. Raises ValueError for a hook that returns arguments."""
-        with inside_hooks(self.optimizer):
+        """Context that calls the optimizer's step hooks before and after, unless its own step does. Raises ValueError for a hook that
+        returns arguments."""
+        with nullcontext() if self.groups is None else inside_hooks(self.optimizer):
             yield
         self.mark_stepped()
 

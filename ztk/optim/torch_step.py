@@ -1,4 +1,4 @@
-"""Any elementwise torch optimizer over shards: its own step runs on the ranges of parameters that a rank holds.
+"""An elementwise torch optimizer over shards: its own step runs on the ranges of parameters that a rank holds.
 
 Every range is a flat fp32 parameter of an object of the optimizer's class. States with an element per element of the parameter are rows of
 the store, as for ztk's own optimizers. The rest, such as `step`, is kept here, once per parameter: each range starts a step from the values
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ztk.kernels import Control
 from ztk.optim.alone import attributes_of, fill, initial_state, options_of, stand_in, step_alone
-from ztk.optim.probe import Kept, merged, probe
+from ztk.optim.elementwise import Kept, check_elementwise, merged
+from ztk.optim.schedule import GroupSchedule
 from ztk.optim.states import StateFormat
 
 
@@ -34,8 +35,8 @@ class TorchStep:
     state_names: of the rows that a store keeps for it, in fp32, which represents narrower dtypes exactly. options: for a checkpoint's
     description.
 
-    Call `begin_step`, then `step` for every piece, in any thread. A state that the probe did not find (one that only large parameters get,
-    or that belongs to an option that was off before) raises RuntimeError at the first step that creates it.
+    Call `begin_step`, then `step` for every piece, in any thread. A state that the check at the start did not find (one that only large
+    parameters get, or that belongs to an option that was off before) raises RuntimeError at the first step that creates it.
     """
 
     def __init__(
@@ -45,30 +46,20 @@ class TorchStep:
         parameters: Mapping[str, nn.Parameter],
         devices: Sequence[torch.device | str] = ("cpu",),
         lr_table: Tensor | None = None,
+        schedule: GroupSchedule | None = None,
     ) -> None:
         """parameters: the trained parameters by name. devices: where steps run, one or two. lr_table: fp32 [steps], multiplies every
-        group's `lr`, one value per update; after the last one it stays constant.
+        group's `lr`, one value per update; after the last one it stays constant. schedule: sets the groups' values instead.
 
-        Reads the optimizer's groups at every step and empties its states. Raises ValueError for an optimizer that cannot run over shards (see
-        `probe`), lacks a parameter or has made steps. With an lr_table, also for one that changes `lr` itself or has none.
+        Reads the optimizer's groups at every step and empties its states. Raises ValueError for an optimizer that is not elementwise (see
+        `check_elementwise`), lacks a parameter or has made steps. With an lr_table, also for one that changes `lr` itself or has none.
         """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._optimizer = optimizer
-        self._group_of = {
-            name_of[id(parameter)]: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in name_of
-        }
-        if missing := [name for name in parameters if name not in self._group_of]:
-            raise ValueError(
-                f"optimizer: does not hold {', '.join(missing[:3])}, which require a gradient: pass them to it, or freeze them"
-            )
+        self._group_of = group_of(optimizer, parameters=parameters)
         self._initial = _initial_states(optimizer, name_of=name_of)
-        of_groups = {self._group_of[name]: state for name, state in self._initial.items()}
-        found = [
-            probe(optimizer, initial=of_groups, device=torch.device(one), model=parameters.values()) for one in devices
-        ]
+        of_parameters = {id(parameters[name]): state for name, state in self._initial.items()}
+        found = [check_elementwise(optimizer, initial=of_parameters, device=torch.device(one)) for one in devices]
         self._kept: Kept = merged(found, optimizer=optimizer)
         self._parameters, self._attributes = dict(parameters), {}
         for number, group in enumerate(optimizer.param_groups if lr_table is not None else ()):
@@ -77,8 +68,8 @@ class TorchStep:
                 raise ValueError(
                     f"optimizer={type(optimizer).__name__}: {why}, and lr_table would change it: leave the schedule out"
                 )
-        self._lr_table, self._rate = lr_table, _rate_of(optimizer)
-        self._multiplier: float | None = None  # of the current step; None until it is read
+        self._lr_table, self._schedule, self._rate = lr_table, schedule, rate_of(optimizer)
+        self._is_scheduled = False  # the groups have the values of the current step
         optimizer.state.clear()  # full tensors that are not used
         self.state_names = tuple(self._kept.rows)
         self.format = StateFormat.float32(self.state_names)
@@ -96,9 +87,9 @@ class TorchStep:
         self._values_before |= self._values_after
         self._values_after = {}
         self._groups = [options_of(group) for group in self._optimizer.param_groups]
-        self._rate = _rate_of(self._optimizer)
+        self._rate = rate_of(self._optimizer)
         self._attributes = {name: attributes_of(parameter) for name, parameter in self._parameters.items()}
-        self._multiplier = None
+        self._is_scheduled = False
 
     def step(
         self, master: Tensor, *, grad: Tensor, rows: Mapping[str, Tensor], control: Tensor, places: Mapping[str, slice]
@@ -112,39 +103,47 @@ class TorchStep:
         Raises RuntimeError for a state of another kind than before.
         """
         self._follow_schedule(control)
-        groups: dict[int, dict[str, Any]] = {}
+        # A step may read other groups, so all are there, also those without a parameter in this piece.
+        groups = [
+            {**options, **copy.deepcopy(self._values_before.get(number, {})), "params": []}
+            for number, options in enumerate(self._groups)
+        ]
         states: dict[nn.Parameter, dict[str, Any]] = {}
         of_name: dict[str, nn.Parameter] = {}
         for name, place in places.items():
             parameter = stand_in(master[place], attributes=self._attributes[name])
             parameter.grad = grad[place].to(torch.float32) * control[Control.grad_coefficient]
-            number = self._group_of[name]
-            group = groups.setdefault(
-                number, {**self._groups[number], **copy.deepcopy(self._values_before.get(number, {})), "params": []}
-            )
-            group["params"].append(parameter)
+            groups[self._group_of[name]]["params"].append(parameter)
             of_name[name] = parameter
             if name in self._before:
                 states[parameter] = self._state(self._before[name], rows=rows, place=place)
             elif name in self._initial:
                 states[parameter] = fill(self._initial[name], parameter=parameter)
-        if not groups:
+        if not of_name:
             return
-        step_alone(self._optimizer, groups=list(groups.values()), states=states)
+        step_alone(self._optimizer, groups=groups, states=states)
         for name, parameter in of_name.items():
+            if parameter.data_ptr() != master[places[name]].data_ptr():  # p.data = x, or p.set_(x)
+                master[places[name]].copy_(parameter.data)
             self._after[name] = self._take(name, state=states.get(parameter, {}), rows=rows, place=places[name])
-        for number, group in groups.items():
+        for number, group in enumerate(groups):
             changed = self._kept.group_values[number]
-            self._values_after[number] = {key: group[key] for key in changed if key in group}
+            if changed and group["params"]:
+                self._values_after[number] = {key: group[key] for key in changed if key in group}
 
     def _follow_schedule(self, control: Tensor) -> None:
-        """Multiplies the groups' rates, once per step."""
-        if self._lr_table is None or self._multiplier is not None:
+        """Sets the groups' values, once per step."""
+        if self._is_scheduled:
             return
-        update = min(int(control[Control.step]), len(self._lr_table)) - 1
-        self._multiplier = float(self._lr_table[update])
-        for group in self._groups:
-            group["lr"] = group["lr"] * self._multiplier
+        self._is_scheduled = True
+        if self._schedule is not None:
+            for group, values in zip(self._groups, self._schedule.values(int(control[Control.step])), strict=True):
+                group.update(values)
+            self._rate = float(self._groups[0].get("lr", 0.0))
+        elif self._lr_table is not None:
+            update = min(int(control[Control.step]), len(self._lr_table)) - 1
+            for group in self._groups:
+                group["lr"] = group["lr"] * float(self._lr_table[update])
 
     @property
     def rate(self) -> float:
@@ -210,7 +209,23 @@ class TorchStep:
         return Progress(scalars=scalars, rows=tuple(present))
 
 
-def _rate_of(optimizer: torch.optim.Optimizer) -> float:
+def group_of(optimizer: torch.optim.Optimizer, *, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The number of each parameter's group. Raises ValueError for a parameter that `optimizer` does not hold."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    found = {
+        name_of[id(parameter)]: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) in name_of
+    }
+    if missing := [name for name in parameters if name not in found]:
+        raise ValueError(
+            f"optimizer: does not hold {', '.join(missing[:3])}, which require a gradient: pass them to it, or freeze them"
+        )
+    return found
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float:
     """The learning rate of the first group."""
     rate = optimizer.param_groups[0].get("lr", 0.0)
     return float(rate) if isinstance(rate, int | float | Tensor) else 0.0

@@ -25,7 +25,17 @@ from ztk.core.runtime.planned import is_planned
 from ztk.nn.balance import scale_router_losses
 from ztk.nn.float8 import check_parts, use_float8
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
-from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
+from ztk.optim import (
+    FlatOptimizer,
+    GroupSchedule,
+    GroupTable,
+    OptimizerPolicy,
+    TorchStep,
+    WholeStep,
+    flat_optimizer,
+    group_parameters,
+)
+from ztk.optim.elementwise import is_elementwise
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
 from ztk.parallel.moe import metrics_of_experts, shard_experts
 from ztk.parallel.parallel_plan import Plan, check_states
@@ -52,7 +62,9 @@ def parallelize(
     process: Process,
     optimizer: OptimizerPolicy,
     torch_optimizer: torch.optim.Optimizer | None = None,
+    elementwise: bool = False,
     lr_table: Tensor | None = None,
+    group_schedule: GroupSchedule | None = None,
     precision: PrecisionPolicy | None = None,
     zero: ZeroPolicy | None = None,
     offload: OffloadPolicy | None = None,
@@ -74,11 +86,15 @@ def parallelize(
 
     model: a plain module, on any device. On the meta device it needs `initial_values(name=, start=, stop=)`; otherwise every rank starts
         with rank 0's values. The engine takes its parameters over: dtype, memory and device follow the policies.
-    torch_optimizer: with OptimizerPolicy(name="torch"), any elementwise optimizer over the model's parameters. Its own step and step hooks
-        run over this rank's shards, with the current options of its parameter groups. Until the engine is closed, the object's own step,
-        state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
+    torch_optimizer: with OptimizerPolicy(name="torch"), any optimizer over the model's parameters. Its own step runs, with the current
+        options of its parameter groups: over this rank's shards if it is elementwise, else over full parameters, which every rank
+        gathers for the step, with full states on every rank. Until the engine is closed, the object's own step, state_dict and
+        load_state_dict raise, and its zero_grad drops the engine's gradients.
+    elementwise: the torch_optimizer updates every element of a parameter from that element's weight, gradient and states alone. torch's own
+        elementwise classes need no declaration (`ztk.optim.elementwise.TORCHS`), and the attribute `elementwise = True` is another one.
     lr_table: fp32 [steps], the multiplier of the learning rate for each update; after the last one it stays constant. If omitted, the rate
-        is constant.
+        is constant. [steps, 2] has the momentum (of Adam, LAMB and Lion the first of betas) in its second column.
+    group_schedule: values of the torch_optimizer's groups for each update, instead of an lr_table.
     experts: a regular expression for the layers whose experts are distributed over the mesh's expert axis. Defaults to all layers with
     experts.
     pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.parallel.pipeline.PipelineModule` or the native
@@ -109,7 +125,9 @@ def parallelize(
             torch_optimizer,
             policy=optimizer,
             model=model,
+            elementwise=elementwise,
             lr_table=lr_table,
+            schedule=group_schedule,
             devices=_devices_of_states(offload, process=process),
             precision=precision,
         ),
@@ -125,6 +143,7 @@ def parallelize(
         initial_values=initial_values,
         ema=ema,
     )
+    _check_full_parameters(plan)
     apply_float8(plan)
     apply_fast_products(plan, fast_linear=fast_linear)
     apply_pipeline(plan, sample_batch=sample_batch)
@@ -153,9 +172,10 @@ def _taken_over(optimizer: torch.optim.Optimizer, *, engine: Engine) -> ScriptOp
             engine.discard_gradients()
 
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    is_whole = isinstance(engine.zero.optimizer, WholeStep)
     return ScriptOptimizer(
         optimizer,
-        groups=FixedGroups(optimizer, names=names, build="parallelize", again=_AGAIN),
+        groups=None if is_whole else FixedGroups(optimizer, names=names, build="parallelize", again=_AGAIN),
         state=StateElsewhere(
             way=f"ztk.checkpoint.save(engine, ...) and load keep them; to begin with new states {_AGAIN}",
             warn=warnings.warn if engine.process.rank == 0 else None,
@@ -178,10 +198,12 @@ def _step_of(
     *,
     policy: OptimizerPolicy,
     model: nn.Module,
+    elementwise: bool,
     lr_table: Tensor | None,
+    schedule: GroupSchedule | None,
     devices: Sequence[torch.device],
     precision: PrecisionPolicy,
-) -> FlatOptimizer | TorchStep:
+) -> FlatOptimizer | TorchStep | WholeStep:
     """The update of `policy` with the master weights of `precision`, or the step of `given`."""
     if (given is None) != (policy.name != TORCH):
         raise ValueError(
@@ -197,7 +219,28 @@ def _step_of(
             "steps float32 weights: use ztk's adamw, adam, lion or sgd, or leave it out"
         )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return TorchStep(given, parameters=trained, devices=devices, lr_table=lr_table)
+    if elementwise or is_elementwise(given):
+        return TorchStep(given, parameters=trained, devices=devices, lr_table=lr_table, schedule=schedule)
+    return WholeStep(given, parameters=trained, lr_table=lr_table, schedule=schedule)
+
+
+def _check_full_parameters(plan: Plan) -> None:
+    """Raises ValueError for an optimizer of full parameters where ranks hold parts of the model, and a closure with a changing loss
+    scale."""
+    step, topology = plan.flat_optimizer, plan.mesh.topology
+    if not isinstance(step, WholeStep):
+        return
+    for axis in ("pipeline", "tensor", "expert"):
+        if (degree := getattr(topology, axis)) > 1:
+            raise ValueError(
+                f"optimizer={step.name}: steps full parameters, and topology.{axis}={degree} divides the model over ranks: use "
+                f"topology.{axis}=1, or declare it elementwise (optimizer.elementwise=true) if it updates every element by itself"
+            )
+    if step.needs_closure and plan.precision.loss_scale.dynamic:
+        raise ValueError(
+            f"optimizer={step.name}: its step evaluates the loss again, which cannot skip a step with a dynamic loss scale: use "
+            "precision=bf16 or fp32"
+        )
 
 
 def apply_float8(plan: Plan) -> None:

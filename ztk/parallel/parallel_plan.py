@@ -16,7 +16,7 @@ from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock, Process
 from ztk.core.runtime.io import IoCounters
 from ztk.core.runtime.part import InitialValues, Part
 from ztk.nn.deferred import DeferredGradients
-from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
+from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep, WholeStep
 from ztk.optim.states import StateFormat
 from ztk.parallel.pipeline import PipelinePolicy
 from ztk.parallel.pipeline.stages import Stages
@@ -41,7 +41,7 @@ class Plan:
     model: nn.Module
     process: Process
     optimizer: OptimizerPolicy
-    flat_optimizer: FlatOptimizer | TorchStep
+    flat_optimizer: FlatOptimizer | TorchStep | WholeStep
     lr_table: Tensor | None
     precision: PrecisionPolicy
     zero: ZeroPolicy

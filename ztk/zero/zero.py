@@ -2,8 +2,9 @@
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.part import InitialValues, Part
 from ztk.core.runtime.store import Stores
-from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep, WholeStep
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.residency import ParameterState
@@ -60,7 +61,7 @@ class Zero:
         *,
         policy: ZeroPolicy,
         precision: PrecisionPolicy,
-        optimizer: FlatOptimizer | TorchStep,
+        optimizer: FlatOptimizer | TorchStep | WholeStep,
         groups: GroupTable,
         stores: Stores,
         mesh: Mesh,
@@ -179,10 +180,11 @@ class Zero:
         agreement.check(everyones)
         return everyones.abs().sum().view(1)
 
-    def update(self, control: Tensor, *, step: int) -> None:
+    def update(self, control: Tensor, *, step: int, evaluate: Callable[[], Any] | None = None) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
 
-        step: its number, from 1 on, including skipped ones, which determines when the average of the weights is due.
+        step: its number, from 1 on, including skipped ones, which determines when the average of the weights is due. evaluate: for an
+        optimizer with a closure; returns a loss after it has computed reduced gradients again and rewritten `control`.
         Raises RuntimeError if parameters are pinned, show the average, or were saved without their values.
         """
         self.averaged.check_hidden("a step")
@@ -192,9 +194,28 @@ class Zero:
         if self._skip_unused:
             skipped |= self.reduction.unused_names()
         averages = self._ema is not None and step % self._ema.every == 0
-        self._update.run(control, skipped=skipped, averages=averages)
+        self._update.run(control, skipped=skipped, averages=averages, evaluate=evaluate, after_write=self._after_write)
+        self._after_write()
+
+    def _after_write(self) -> None:
         self.gathering.parameters_change()
         self.reduction.forget()
+
+    @property
+    def whole_device(self) -> torch.device:
+        """Where an optimizer of full parameters keeps its states."""
+        assert self._update.whole is not None
+        return self._update.whole.device
+
+    @contextmanager
+    def whole_states(self) -> Iterator[WholeStep]:
+        """The optimizer of full parameters, with its states in memory."""
+        assert self._update.whole is not None and isinstance(self.optimizer, WholeStep)
+        self._update.whole.fetch()
+        try:
+            yield self.optimizer
+        finally:
+            self._update.whole.spill()
 
     @property
     def missed_updates(self) -> MissedUpdates:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from enum import StrEnum
 
 from ztk.core.policies.compact import STATES, states_faults
-from ztk.core.policies.key import chosen, key, key_faults
+from ztk.core.policies.key import When, chosen, key, key_faults
 from ztk.core.policies.ranges import (
     BELOW_ONE,
     NOT_NEGATIVE,
@@ -85,6 +85,7 @@ class _Betas:
         return next((f"number {number} {reason}" for number, reason in reasons if reason), "")
 
 
+OWN = When("optimizer._target_", lambda config, machine: "optimizer" in config.own)
 _MUON, _LAMB = chosen("optimizer", "muon"), chosen("optimizer", "lamb")
 _MOMENTUM = chosen("optimizer", "sgd", "muon")
 
@@ -157,6 +158,17 @@ class OptimizerConfig:
         "true: a step leaves parameters alone that got no gradient on any rank, as torch's optimizers do; otherwise their gradient counts as "
         "zero, and momentum and decay move them",
         acts=ZTK,
+        optional=True,
+    )
+    elementwise: bool | None = key(
+        "true: the own optimizer updates every element of a parameter from that element's weight, gradient and states alone, so it runs over "
+        "shards; otherwise it steps full parameters, with full states on every rank",
+        acts=OWN,
+        optional=True,
+    )
+    needs_closure: bool | None = key(
+        "true: the own optimizer's step(closure) evaluates the loss again; not needed where the argument has no default",
+        acts=OWN,
         optional=True,
     )
 

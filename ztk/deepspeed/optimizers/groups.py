@@ -10,6 +10,7 @@ from torch import nn
 from ztk.core.policies.optimizer import TORCH
 from ztk.deepspeed.optimizers.own import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
+from ztk.optim.elementwise import needs_closure
 from ztk.optim.script_optimizer import check_step, unhooked
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
@@ -82,7 +83,7 @@ def groups_of_client(
     An optimizer's own parameters count, as in DeepSpeed. The policy names ztk's optimizer if one has the same arithmetic, else "torch",
     and the optimizer's own step runs.
 
-    Raises ValueError for an object that is not an optimizer, and for an optimizer that has made steps.
+    Raises ValueError for an object that is not an optimizer, and for an optimizer that has made steps or needs a closure.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
@@ -95,6 +96,11 @@ def groups_of_client(
     check_step(optimizer)
     policy = _own_policy(optimizer, clip=clip) or OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
     policy = replace(policy, skip_unused=skip_unused)
+    if policy.name == TORCH and needs_closure(optimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: its step needs a closure, and DeepSpeed's engine.step() passes none: use "
+            "ztk.parallelize, whose engine.train_batch(micro_batches) and engine.step(closure) do"
+        )
     if optimizer.state and policy.name != TORCH:  # a class may set states in its constructor
         raise ValueError("optimizer: has made steps already, and ztk cannot take its states over; pass a fresh one")
     return _trained(

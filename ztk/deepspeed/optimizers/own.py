@@ -148,6 +148,8 @@ class DeepSpeedCPULion(_Lion):
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """`deepspeed.ops.adagrad`: torch's Adagrad."""
 
+    elementwise = True  # runs over shards
+
     def __init__(
         self,
         model_params: Iterable,

@@ -18,7 +18,7 @@ from ztk.deepspeed.optimizers.loss_scaler import EngineLossScale
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.zero.gathered import DeepSpeedZeRoOffload
 from ztk.kernels import State
-from ztk.optim import TorchStep
+from ztk.optim import TorchStep, WholeStep
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere, check_same, inside_hooks
 from ztk.optim.torch_step import Progress
 from ztk.train.engine import Engine
@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         warn = logger.warning if engine.process.rank == 0 else None
         self.state = self._no_state = StateElsewhere(way=_STATES, warn=warn)
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._whole = engine.zero.optimizer if isinstance(engine.zero.optimizer, WholeStep) else None
         self._groups = FixedGroups(self, names=names, build="initialize", again=_AGAIN)
         self._options = FixedOptions(self.param_groups, policy=trained.policy)
         self._script = self._take(trained.client, engine=engine)
@@ -76,7 +77,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if client is None:
             return None
         engine.release_optimizer()  # `parallelize` has converted it to a policy
-        groups = FixedGroups(client, names=self._groups.names, build="initialize", again=_AGAIN)
+        groups = None
+        if self._whole is None:
+            groups = FixedGroups(client, names=self._groups.names, build="initialize", again=_AGAIN)
         return ScriptOptimizer(client, groups=groups, state=self._no_state, instead=_NOT_HERE, zero_grad=self.zero_grad)
 
     def step_of_engine(self) -> None:
@@ -204,6 +207,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Master weights are not included. `engine.save_checkpoint` saves everything, without gathering.
         """
         packed, step = self._packed(), self._engine.zero.optimizer
+        if isinstance(step, WholeStep):
+            return self._state_of_whole_step(packed)
         if isinstance(step, TorchStep):
             return self._state_of_torch_step(step, packed=packed)
         steps, missed = self._engine.control.state[State.step].cpu(), self._engine.zero.missed_updates.counts
@@ -225,7 +230,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if [group["params"] for group in given] != [group["params"] for group in packed.groups]:
             raise ValueError("load_state_dict: the groups hold other parameters than this optimizer's; group alike")
         step = self._engine.zero.optimizer
-        if isinstance(step, TorchStep):
+        if isinstance(step, WholeStep):
+            self._load_into_whole_step(packed, state=state)
+        elif isinstance(step, TorchStep):
             self._load_into_torch_step(step, packed=packed, state=state, groups=given)
         elif state:
             self._load(packed, state=state)
@@ -241,6 +248,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         last = max(steps.values())
         missed = {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
         self._engine.restore_updates(int(last), missed=missed)
+
+    def _state_of_whole_step(self, packed: "_Packed") -> dict:
+        """Returns the state_dict of the optimizer's class, with copies in main memory."""
+        numbers = {owner.name: number for number, owner in packed.owners.items()}
+        names = {id(parameter): name for name, parameter in self._engine.module.named_parameters()}
+        with self._engine.zero.whole_states() as step:
+            state = {
+                numbers[names[id(key)]] if isinstance(key, Tensor) else key: _copy_on_host(value)
+                for key, value in step.state.items()
+            }
+        return {"state": state, "param_groups": copy.deepcopy(packed.groups)}
+
+    def _load_into_whole_step(self, packed: "_Packed", *, state: dict) -> None:
+        parameters = dict(self._engine.module.named_parameters())
+        with self._engine.zero.whole_states() as step:
+            device = self._engine.zero.whole_device
+            step.state.clear()
+            for number, own in state.items():
+                key = parameters[packed.owners[number].name] if number in packed.owners else number
+                if isinstance(key, int):
+                    raise ValueError(
+                        f"load_state_dict: has a state of parameter {number}, which this optimizer does not train"
+                    )
+                step.state[key] = {
+                    name: value.to(device, copy=True)
+                    if isinstance(value, Tensor) and value.dim()
+                    else copy.deepcopy(value)
+                    for name, value in own.items()
+                }
 
     def _state_of_torch_step(self, step: TorchStep, *, packed: "_Packed") -> dict:
         """Returns the state_dict of the optimizer's class: the states of every parameter that has made a step, and its groups."""
@@ -331,13 +367,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _write_hyper(self) -> None:
         """Copies changed values to the device in one asynchronous copy."""
-        self._groups.check()
+        if self._whole is None:
+            self._groups.check()
+        elif self._script is not None:
+            self.param_groups = self._script.optimizer.param_groups  # its step may change groups
         check_same(self.state, expected=self._no_state)
         if self._script is not None:
             self._script.check()
         self._options.check()
         before = self._hyper.clone()
-        for group, row in zip(self.param_groups, self._row_of_group, strict=True):
+        for group, row in zip(self.param_groups, self._row_of_group, strict=self._whole is None):
             if row is None:
                 continue
             values = hyper_row(group, policy=self._policy)
@@ -345,6 +384,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if torch.equal(self._hyper, before):
             return
         self._engine.control.set_hyper(self._hyper)
+
+
+def _copy_on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_on_host(item) for key, item in value.items()}
+    return copy.deepcopy(value)
 
 
 class _Kind(type):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.engine.gradients import divisor_of, local_gradient
 from ztk.deepspeed.engine.owners import Owner, owner_of
-from ztk.optim import TorchStep
+from ztk.optim import TorchStep, WholeStep
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
@@ -48,8 +48,22 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     owner = owner_of(param)
     if owner is None or not owner.is_trained:
         return None
+    if isinstance(owner.engine.zero.optimizer, WholeStep):
+        return _whole_state(param, owner=owner, key=optim_state_key)
     _check_state(owner, key=optim_state_key)
     return _read(owner, kind=optim_state_key)
+
+
+def _whole_state(param: nn.Parameter, *, owner: Owner, key: str, value: Tensor | None = None) -> Tensor:
+    """Returns a copy of a state of an optimizer of full parameters, after setting it to `value` if that is given."""
+    with owner.engine.zero.whole_states() as step:
+        state = step.state.get(param, {})
+        if not isinstance(state.get(key), Tensor):
+            tensors = [name for name, kept in state.items() if isinstance(kept, Tensor)]
+            raise ValueError(f"optim_state_key={key!r}: this optimizer keeps {', '.join(tensors) or 'no states yet'}")
+        if value is not None:
+            state[key].copy_(value)
+        return state[key].clone()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -75,6 +89,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     owner = _owned(param, value=value)
     if not owner.is_trained:
         raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
+    if isinstance(owner.engine.zero.optimizer, WholeStep):
+        _whole_state(param, owner=owner, key=optim_state_key, value=value)
+        return
     _check_state(owner, key=optim_state_key, sets=True)
     _write(owner, value=value, kind=optim_state_key)
 
@@ -194,6 +211,11 @@ def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
 def _check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
     """Raises ValueError for a state that the optimizer does not have. sets: also for one that its first step would overwrite."""
     optimizer = owner.engine.zero.optimizer
+    if isinstance(optimizer, WholeStep):
+        raise ValueError(
+            f"optim_state_key={key!r}: {optimizer.name} steps full parameters and keeps full states on every rank: use "
+            "safe_get_full_optimizer_state and safe_set_full_optimizer_state"
+        )
     if sets and isinstance(optimizer, TorchStep) and local_range(owner.bucket, name=owner.name):
         owner.engine.zero.finish_update()
         if owner.name not in optimizer.progress():

@@ -41,6 +41,7 @@ class BatchEngine:
     accumulation_steps: int
     backward: Callable
     step: Callable
+    needs_closure = False
     _synchronise = True
 
     @contextmanager
@@ -67,17 +68,23 @@ class BatchEngine:
         before_step: called between the last backward and the optimizer's step.
         """
         losses: list[Tensor] = []
-        for batch in take(micro_batches, count=self.accumulation_steps):
-            with weighing(
-                self.module, weight=batch.router_weight
-            ):  # includes the backward, which may recompute the forward
-                loss = batch.weigh(batch.run(self))
-                self.backward(loss)
-            losses.append(loss.detach())
+        batches = take(micro_batches, count=self.accumulation_steps)
+        given = {"closure": lambda: torch.stack([self._backward_of(batch) for batch in batches]).mean()}
+        for batch in batches:
+            losses.append(self._backward_of(batch))
             if before_step is not None and len(losses) == self.accumulation_steps:
                 before_step()
-            self.step()
+            self.step(**(given if self.needs_closure else {}))
         return torch.stack(losses).mean()
+
+    def _backward_of(self, batch: MicroBatch) -> Tensor:
+        """Runs forward and backward of a micro-batch. Returns its loss."""
+        with weighing(
+            self.module, weight=batch.router_weight
+        ):  # includes the backward, which may recompute the forward
+            loss = batch.weigh(batch.run(self))
+            self.backward(loss)
+        return loss.detach()
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""

@@ -48,7 +48,11 @@ class StepControl:
             loss_scale, gradient_divisor=gradient_divisor, clip_grad_norm=optimizer.clip_grad_norm, device=device
         )
         self.gradient_divisor = float(gradient_divisor)
-        self._lr_table = (torch.ones(1) if lr_table is None else lr_table).to(device)
+        table = (torch.ones(1) if lr_table is None else lr_table).to(device)
+        self._lr_table, self._momentum = table, None
+        if table.dim() == 2:
+            self._lr_table, self._momentum = table[:, 0].contiguous(), table[:, 1].contiguous()
+        self._momentum_column = Hyper.beta1 if optimizer.betas and optimizer.name != "muon" else Hyper.momentum
         self._scale_before = self.state[State.loss_scale].clone()
 
     @property
@@ -75,6 +79,9 @@ class StepControl:
     def decide(self, sum_of_squares: Tensor) -> None:
         """Fills `control` from the gradients' sum of squares, float64 [1]: skip or step, clip factor, next loss scale."""
         self._scale_before.copy_(self.loss_scale)
+        if self._momentum is not None:
+            update = self.state[State.step].long().clamp(max=len(self._momentum) - 1)
+            self.hyper[:, self._momentum_column] = self._momentum[update]
         kernels.step_control(
             self.state,
             sumsq=sum_of_squares,
@@ -83,6 +90,17 @@ class StepControl:
             control=self.control,
             settings=self._settings,
         )
+
+    def decide_again(self, sum_of_squares: Tensor) -> None:
+        """Fills `control` for gradients that the running step computes again, without counting a step. Raises FloatingPointError if they
+        are not finite.
+        """
+        state = self.state.clone()
+        self.decide(sum_of_squares)
+        found = bool(self.state[State.found_inf])
+        self.state.copy_(state)
+        if found:
+            raise FloatingPointError("the optimizer's closure gave a gradient that is not finite")
 
     def read(self) -> StepMetrics:
         """Copies the scalars to the host. On a GPU this waits for the device."""

@@ -3,6 +3,7 @@
 Losses have the model's output dtype.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ztk.core.runtime import MemoryLedger, PhaseClock, Process
 from ztk.core.runtime.io import IoCounters
 from ztk.kernels import State
-from ztk.optim import TorchStep
+from ztk.optim import FlatOptimizer, WholeStep
 from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parallel.pipeline.layers import MicroBatch
 from ztk.train.engine.batches import BatchEngine
@@ -150,11 +151,27 @@ class Engine(BatchEngine):
         reduces = self._synchronise and (is_last or self.zero.policy.shards_gradients)
         self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last, scaled=scaled))
 
-    def step(self) -> bool:
+    @property
+    def needs_closure(self) -> bool:
+        """Whether the optimizer's step evaluates the loss again, see `step`."""
+        optimizer = self.zero.optimizer
+        return isinstance(optimizer, WholeStep) and optimizer.needs_closure
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Ends a micro-batch. Returns True at a boundary, where the optimizer steps; also if an overflow made it skip.
 
-        Raises FloatingPointError on all ranks for a non-finite gradient that no smaller loss scale can fix.
+        closure: for a torch optimizer of full parameters whose step evaluates the loss again. It runs forward and `backward` of all
+        micro-batches of the step with the parameters of that moment, and returns the loss, of which the optimizer gets the mean over the
+        ranks.
+
+        Raises FloatingPointError on all ranks for a non-finite gradient that no smaller loss scale can fix, and ValueError for a closure
+        with another optimizer.
         """
+        if closure is not None and not isinstance(self.zero.optimizer, WholeStep):
+            raise ValueError(
+                "engine.step(closure): only a torch optimizer of full parameters calls a closure; pass it as torch_optimizer, without "
+                "elementwise=True"
+            )
         boundary = self.is_accumulation_boundary
         self.micro_steps += 1
         if not boundary:
@@ -166,9 +183,21 @@ class Engine(BatchEngine):
             except FloatingPointError:
                 self.discard_gradients()
                 raise
-            self.zero.update(self.control.control, step=self.global_steps + 1)
+            evaluate = None if closure is None else functools.partial(self._evaluate_again, closure)
+            self.zero.update(self.control.control, step=self.global_steps + 1, evaluate=evaluate)
         self._end_step()
         return True
+
+    def _evaluate_again(self, closure: Callable[[], Any]) -> Any:
+        """Returns the loss of `closure`, mean over the ranks, after its gradients are reduced and `control` follows them."""
+        with torch.enable_grad(), self.no_sync():
+            loss = closure()
+        self.reduce_gradients()
+        self.control.decide_again(self.zero.sum_of_squares())
+        if not isinstance(loss, Tensor):
+            return loss
+        losses = self.process.mesh.comm("data").gather_scalars(loss.detach().double().view(1), label="loss")
+        return losses.mean().to(loss.dtype)
 
     def _end_step(self) -> None:
         """Counts a step that the caller ended before its last micro-batch as a full one."""
@@ -198,7 +227,7 @@ class Engine(BatchEngine):
     def read_metrics(self) -> StepMetrics:
         """Returns the last step's scalars. On a GPU this waits for the device, so call it at most once per logged step."""
         metrics, step = self.control.read(), self.zero.optimizer
-        if not isinstance(step, TorchStep):
+        if isinstance(step, FlatOptimizer):
             return metrics
         return replace(metrics, lr=step.rate * self.control.read_multiplier())
 

@@ -12,13 +12,13 @@ from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.part import Part
 from ztk.core.runtime.store import DeviceStore, Stores
-from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep, WholeStep
 from ztk.optim.states import StateFormat
 
 AVERAGE = "ema"  # kind of state of the moving average of the weights
 
 
-def stored_states(optimizer: FlatOptimizer | TorchStep, *, with_average: bool) -> StateFormat:
+def stored_states(optimizer: FlatOptimizer | TorchStep | WholeStep, *, with_average: bool) -> StateFormat:
     """The states stored together per parameter: the optimizer's, and the average if it is kept on their tier."""
     return optimizer.format.with_row(AVERAGE) if with_average else optimizer.format
 
@@ -39,7 +39,7 @@ class ZeroContext:
 
     policy: ZeroPolicy
     precision: PrecisionPolicy
-    optimizer: FlatOptimizer | TorchStep
+    optimizer: FlatOptimizer | TorchStep | WholeStep
     groups: GroupTable
     stores: Stores
     mesh: Mesh

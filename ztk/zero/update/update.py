@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from ztk.core.runtime.ranges import named
 from ztk.core.runtime.serial import InlineCalls, SerialThread
 from ztk.core.runtime.streams import Copy, start_copy
 from ztk.kernels import Control, behind_step
-from ztk.optim import FlatOptimizer, TorchStep
+from ztk.optim import FlatOptimizer, TorchStep, WholeStep
 from ztk.optim.ema import update_average
 from ztk.optim.states import MASTER
 from ztk.zero.buckets.bucket import Bucket
@@ -48,6 +49,7 @@ from ztk.zero.update.missed import MissedUpdates
 from ztk.zero.update.norms import TrustRatios
 from ztk.zero.update.piece_states import PieceStates
 from ztk.zero.update.piece_update import PieceUpdate, TorchPieceUpdate
+from ztk.zero.update.whole import WholeUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ class ShardUpdate:
         self._must_know_of_skips = (
             self._updates_on_host
             or context.stores.parameters.tier is not Tier.device
-            or isinstance(context.optimizer, TorchStep)  # torch's steps ignore the control table
+            or not isinstance(context.optimizer, FlatOptimizer)  # torch's steps ignore the control table
         )
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
@@ -93,7 +95,11 @@ class ShardUpdate:
                 [*self._at_once, *self._behind], lamb=context.optimizer.lamb, fetcher=self._fetcher, context=context
             )
             self._must_know_of_skips = True
-        self._thread = _new_thread(context.device) if self._behind else None
+        self.whole: WholeUpdate | None = None
+        if isinstance(context.optimizer, WholeStep):
+            in_order = [*self._at_once, *self._behind]
+            self.whole = WholeUpdate(in_order, step=context.optimizer, context=context)
+        self._thread = _new_thread(context.device) if self._behind and self.whole is None else None
         self._running: Future | None = None
         self._before_change: Callable[[], None] | None = None
         self._skipped: frozenset[str] = frozenset()
@@ -101,7 +107,7 @@ class ShardUpdate:
         self._piece_update: PieceUpdate | TorchPieceUpdate
         if isinstance(context.optimizer, TorchStep):
             self._piece_update = TorchPieceUpdate(context.optimizer)
-        else:
+        elif isinstance(context.optimizer, FlatOptimizer):
             self._piece_update = PieceUpdate(
                 context.optimizer, groups=context.groups, missed=self.missed, norms=self._norms
             )
@@ -119,13 +125,22 @@ class ShardUpdate:
 
     def fetch_ahead(self) -> None:
         """Prefetches the states of the first pieces that fit. Does nothing while the last update still fetches."""
-        if not self._is_fetching:
+        if not self._is_fetching and self.whole is None:
             self._fetcher.fetch_ahead(self._first)
 
-    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
+    def run(
+        self,
+        control: Tensor,
+        *,
+        skipped: frozenset[str] = frozenset(),
+        averages: bool = False,
+        evaluate: Callable[[], Any] | None = None,
+        after_write: Callable[[], None] = lambda: None,
+    ) -> None:
         """Updates all parameters; later uses of them wait for their update. control: [groups, 16] fp32, of `step_control`.
 
-        skipped: names of parameters that keep their values and states. averages: also updates the average of the weights.
+        skipped: names of parameters that keep their values and states. averages: also updates the average of the weights. evaluate,
+        after_write: see `WholeUpdate.run`.
 
         Offloaded states are updated on the host, and a copy of `control` to the host waits for the device. If parameters
         are written to a store, the host waits for the decision to skip.
@@ -142,6 +157,9 @@ class ShardUpdate:
             tables.nearest[0, Control.skip], name="decision to step: the optimizer does not read it"
         ):
             self._fetcher.drop_ahead()  # without any access to the medium
+            return
+        if self.whole is not None:
+            self.whole.run(control, skipped=skipped, averages=averages, evaluate=evaluate, after_write=after_write)
             return
         if isinstance(self._optimizer, TorchStep):
             self._optimizer.begin_step()

@@ -51,7 +51,14 @@ def _options(policy: OptimizerPolicy, *, row: HyperParameters) -> dict[str, obje
 
 
 def torch_schedule(optimizer: torch.optim.Optimizer, *, lr_table: Tensor | None) -> LambdaLR:
-    """Returns a schedule: update t uses the group's rate times entry t of `lr_table` [steps], and the last entry continues."""
+    """Returns a schedule: update t uses the group's rate times entry t of `lr_table` [steps], and the last entry continues.
+
+    Raises ValueError for a table that also has the momentum.
+    """
+    if lr_table is not None and lr_table.dim() == 2:
+        raise ValueError(
+            "the schedule changes the momentum, which the peers do not follow: set scheduler.cycle_momentum=false"
+        )
     multipliers = [1.0] if lr_table is None else lr_table.tolist()
     return LambdaLR(optimizer, lambda update: multipliers[min(update, len(multipliers) - 1)])
 
