@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from experiments.streams import Corpus, held_out_sequences, model_call, open_cor
 from experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
 from experiments.work import step_work
 from ztk import checkpoint
-from ztk.config import Config, is_own
+from ztk.config import Config, is_own, to_yaml
+from ztk.core.policies.runs import AUTO
 from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
@@ -181,13 +183,15 @@ def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
 def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None:
     """Loads the checkpoint from which the run continues. Returns None if it starts from the beginning.
 
-    An elastic run continues from its own newest complete checkpoint as soon as there is one.
+    A run that began from another run's checkpoint, or with an elastic launch, continues from its own newest one as soon as there is one.
     """
-    given = None if config.checkpoint.resume == "auto" else config.checkpoint.resume
-    if config.checkpoint.resume == "auto" or config.launch.elastic:
-        own = checkpoint.load_newest(engine, folder=RunFolder(config.output_dir).checkpoints)
-        if own is not None:
-            return own
+    given, own = config.checkpoint.resume, RunFolder(config.output_dir)
+    given = None if given == AUTO else given
+    goes_back = given is not None and Path(given).is_relative_to(own.path)
+    if not goes_back and (config.checkpoint.resume is not None or config.launch.elastic):
+        loaded = checkpoint.load_newest(engine, folder=own.checkpoints)
+        if loaded is not None:
+            return loaded
     return None if given is None else checkpoint.load(engine, path=given)
 
 
@@ -338,6 +342,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
         ),
         asynchronous=bool(config.checkpoint.asynchronous),
         trained_only=policies.trained_only(config),
+        record=to_yaml(config),
     )
 
 

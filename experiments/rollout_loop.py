@@ -12,7 +12,7 @@ from experiments.completions import Texts, shown
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
-from experiments.pretrain import build_reporter, is_saved
+from experiments.pretrain import build_reporter, is_saved, load_past
 from experiments.prompts import Prompts, open_evaluation_prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
@@ -29,7 +29,7 @@ from experiments.rollouts import (
     settle_drawer,
 )
 from ztk import checkpoint
-from ztk.config import Config
+from ztk.config import Config, to_yaml
 from ztk.core.runtime import Process
 from ztk.report import Reporter, RunFolder
 from ztk.rl.rollout import RolloutStopped
@@ -217,7 +217,13 @@ class Savers:
             ]
             retention = checkpoint.Retention(keep=keep, keep_every=keep_every, keep_best=best)
             self._policy = self._stack.enter_context(
-                checkpoint.Saver(run.actor, folder=self.folder, retention=retention, trained_only=trained_only)
+                checkpoint.Saver(
+                    run.actor,
+                    folder=self.folder,
+                    retention=retention,
+                    trained_only=trained_only,
+                    record=to_yaml(config),
+                )
             )
         return self._policy
 
@@ -245,16 +251,9 @@ def others_of(run: Run) -> dict[str, Engine]:
 
 def resume(run: Run) -> dict[str, Any]:
     """Restores all models and the run from `checkpoint.resume`. Returns the reporter's state."""
-    config = run.config
-    given = config.checkpoint.resume
-    if given is None:
+    loaded = load_past(run.config, engine=run.actor)
+    if loaded is None:
         return {}
-    if given == "auto":
-        loaded = checkpoint.load_newest(run.actor, folder=RunFolder(config.output_dir).checkpoints)
-        if loaded is None:
-            return {}
-    else:
-        loaded = checkpoint.load(run.actor, path=given)
     for name, engine in others_of(run).items():
         checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
     run.load_state_dict(loaded.data_state)

@@ -18,9 +18,9 @@ from pathlib import Path
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import Manifest, read_manifest
 from ztk.checkpoint.tensorfile import fsync, write_at
+from ztk.core.policies.records import LATEST, step_number
+from ztk.core.policies.records import step_folders as checkpoints
 
-LATEST = "latest"
-_STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(r"(step-\d{6,}(\.\d+)?|latest)\.tmp-[0-9a-f]+")
 
 
@@ -46,22 +46,9 @@ class Retention:
 
 def step_of(folder: Path) -> int:
     """Returns the step in a checkpoint folder's name."""
-    return _order(folder)[0]
-
-
-def _order(folder: Path) -> tuple[int, int]:
-    """Sort key: the step, then the number of its save."""
-    found = _STEP.fullmatch(folder.name)
+    found = step_number(folder.name)
     assert found is not None, folder
-    return int(found.group(1)), int(found.group(2) or 1)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in `folder`, by step."""
-    if not folder.is_dir():
-        return []
-    found = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and child.is_dir()]
-    return sorted(found, key=_order)
+    return found[0]
 
 
 def resolve(path: str | os.PathLike) -> Path:
@@ -86,7 +73,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if not pointer.exists():  # a kill came between the first rename and the first write of `latest`
         return found[-1]
     name = read_pointer(pointer)
-    return path / name if _STEP.fullmatch(name) else resolve(path / name)
+    return path / name if step_number(name) else resolve(path / name)
 
 
 def read_pointer(pointer: Path) -> str:
@@ -140,7 +127,7 @@ def _is_of_deepspeed(path: Path) -> bool:
 
 
 def _looks_complete(path: Path) -> bool:
-    if not _STEP.fullmatch(path.name):
+    if not step_number(path.name):
         return _is_of_deepspeed(path) or any(map(_looks_complete, checkpoints(path)))
     try:
         manifest = read_manifest(path)

@@ -28,6 +28,7 @@ from ztk.checkpoint.model import ModelInfo, control_values
 from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.torch_optimizer import gather_missed, gather_progress
+from ztk.core.policies.records import OWN_RECORD
 from ztk.core.runtime import Comm, Tier
 from ztk.core.runtime.comm import connect
 from ztk.core.runtime.ending import end_with_process, forget
@@ -88,12 +89,16 @@ class Saver:
         asynchronous: bool = False,
         trained_only: bool = False,
         timeout_seconds: float = 600.0,
+        record: str | None = None,
     ) -> None:
-        """timeout_seconds: how long a background save waits for the slowest rank."""
+        """timeout_seconds: how long a background save waits for the slowest rank. record: the run's configuration, kept as `run.yaml` in
+        every checkpoint.
+        """
         self._engine, self._folder = engine, Path(folder)
         self._retention = retention or Retention()
         self._process = process = engine.process
         self._trained_only, self._timeout_seconds = trained_only, timeout_seconds
+        self._record = record
         self._staging = Staging()
         self._lock: WriterLock | None = None  # on rank 0, from the first save to `close`
         self._thread: threading.Thread | None = None
@@ -339,6 +344,8 @@ class Saver:
 
     def _commit(self, job: _Job, *, files: list[StateFile]) -> None:
         manifest = Manifest(**job.draft, files=files)
+        if self._record is not None:
+            folders.write_file(job.temporary / OWN_RECORD, data=self._record.encode())
         folders.write_file(job.temporary / MANIFEST, data=encode_manifest(manifest))
         folders.commit(job.temporary)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ztk.config import Config
 from ztk.core.launch import quoted, read_failure
+from ztk.core.policies.records import newest_checkpoint, step_number
 from ztk.report.status import read_summary
 
 
@@ -43,13 +44,9 @@ def way_on(config: Config, *, flags: Sequence[str] = (), starter: str | None = N
 
 
 def newest_step(folder: Path) -> int | None:
-    """Returns the step of the run's latest checkpoint from its folder name. Importing the checkpoint reader would take a second."""
-    try:
-        name = (folder / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    number = name.removeprefix("step-").partition(".")[0]
-    return int(number) if number.isdecimal() and (folder / "checkpoints" / name).is_dir() else None
+    """Returns the step of the run's latest checkpoint."""
+    newest = newest_checkpoint(folder)
+    return None if newest is None else (step_number(newest.name) or (0, 0))[0]
 
 
 def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None = None) -> str:

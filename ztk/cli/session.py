@@ -1,18 +1,22 @@
 """`run.py` around Hydra: reads the command line, runs each job that Hydra composes, and reports the results."""
 
 import contextlib
+import copy
 import datetime
+import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 import yaml
@@ -25,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ztk
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
+from ztk.cli.folders import FolderRefused, settle_folder
 from ztk.cli.help import requested_help
 from ztk.cli.interrupted import sweep_line, way_on
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
@@ -43,22 +48,31 @@ from ztk.core.launch import (
     failure_of,
     first_cause,
     forget_failure,
+    is_restart,
     python_path,
     read_failure,
+    remember_folder,
+    restarted,
     start_process,
 )
 from ztk.core.launch.output import lasting_output
 from ztk.core.launch.signals import raise_noted
+from ztk.core.policies.runs import AUTO
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
-from ztk.report.heartbeat import Heartbeat
-from ztk.report.status import INTERRUPTED, RecordError, Status, read_status, read_summary
+from ztk.report.owner import FolderBusy, RunOwner, token_of
+from ztk.report.status import INTERRUPTED, RecordError, Status
 from ztk.report.sweep import SweepRecord, as_written
 from ztk.report.text_progress import shown_progress
 from ztk.worker import import_task
 
+if TYPE_CHECKING:
+    from ztk.core.runtime.rendezvous import Meeting
+
 # Errors whose message contains the fix. For all others, the traceback is printed too.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
 _COMPLETION = {"-sc", "--shell-completion"}
+_REFUSAL_SECONDS = 60.0  # for the other ranks of a launcher to read rank 0's refusal
+_SEEN_SECONDS = 10.0
 _FOLDER = os.path.join("outputs", "DATE", "TIME")  # placeholder for a run that is shown but not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
@@ -84,9 +98,15 @@ class Session:
         self._listing = False
         self._flags: list[str] = []  # flags that a command continuing this run must repeat
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
-        self._external = ExternalRank.of_environment()
+        self._environment_fault = ""
+        self._external: ExternalRank | None = None
+        try:
+            self._external = ExternalRank.of_environment()
+        except ValueError as error:
+            self._environment_fault = str(error)
         self._forker: Forker | None = None
         self._ranks_started = False
+        self._has_met = False
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
         """Runs the command line in `sys.argv` and returns the exit code.
@@ -152,13 +172,29 @@ class Session:
         choices.output_dir = str(folder)
         status = Status.failed
         try:
-            config = configuration.to_config(
-                choices, overrides=overrides, options=composed.runtime.choices, machine=self._machine()
-            )
-            configuration.check_resumed(config)
+            self._check_alone()
+
+            def compose(**checkpoint: str) -> Config:
+                changed = copy.deepcopy(choices)  # the composition changes it
+                changed.checkpoint.update(checkpoint)
+                return configuration.to_config(
+                    changed, overrides=overrides, options=composed.runtime.choices, machine=self._machine()
+                )
+
+            config = compose()
             if self._sweeping:
                 check_job(config, folder=folder)
-            status = self._run_or_skip(config, folder=folder, overrides=overrides, options=options)
+            if self._external is not None and self._external.rank != 0:
+                status = self._be_rank(config)
+            else:
+                with self._owned(folder) as owner:
+                    status = self._run_or_skip(
+                        config,
+                        owner=owner,
+                        continued=lambda: compose(resume=AUTO),
+                        overrides=overrides,
+                        options=options,
+                    )
         except (KeyboardInterrupt, SystemExit):
             status = Status.interrupted
             raise
@@ -167,7 +203,7 @@ class Session:
             raise_noted()
             self._say(str(error))
             status = Status.refused
-            if self._sweeping:
+            if self._sweeping and not isinstance(error, FolderRefused):
                 self._record(folder, overrides=overrides, options=options)
                 write_failed_summary(folder, error=str(error), status=Status.refused)
             elif self._external is None or self._external.rank == 0:
@@ -176,6 +212,22 @@ class Session:
             self._jobs.append(Job(folder=folder, overrides=overrides, status=status))
         loss = self._jobs[-1].summary().get("final_loss")
         return math.nan if loss is None else loss
+
+    def _check_alone(self) -> None:
+        """Raises ConfigError in a task of a launcher that runs jobs of a sweep, if it started several tasks for one job."""
+        if self._external is not None:
+            return
+        try:
+            found = ExternalRank.of_environment()
+        except ValueError as error:
+            raise ConfigError([str(error)]) from None
+        if found is not None:
+            raise ConfigError(
+                [
+                    f"{found.starter} started {found.world_size} tasks for this job, and each would run it alone; use one task per job "
+                    "(hydra.launcher.tasks_per_node=1 hydra.launcher.nodes=1), whose ranks the job starts itself"
+                ]
+            )
 
     def _prepare(self, config: Config) -> None:
         """Rejects bad text, and reward functions and environments that fail, before ranks start."""
@@ -187,24 +239,64 @@ class Session:
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
 
+    @contextlib.contextmanager
+    def _owned(self, folder: Path) -> Iterator[RunOwner]:
+        """Context that owns the run folder. A refusal inside also ends the other ranks of a launcher.
+
+        Raises:
+            FolderRefused: another process writes into the folder, or it cannot be written.
+        """
+        owner = RunOwner(folder, say=self._say)
+        try:
+            try:
+                owner.__enter__()
+            except FolderBusy as error:
+                raise FolderRefused([str(error)]) from None
+            except OSError as error:
+                raise FolderRefused(
+                    [f"{folder}: cannot be written ({error.strerror}); name another folder with hydra.run.dir=FOLDER"]
+                ) from None
+            yield owner
+        except ConfigError as error:
+            if self._external is not None and not self._has_met:
+                with contextlib.suppress(TimeoutError):  # the other ranks were refused, too
+                    self._meet(refused=str(error))
+            raise
+        finally:
+            owner.end()
+
     def _run_or_skip(
-        self, config: Config, *, folder: Path, overrides: tuple[str, ...], options: dict[str, str]
+        self,
+        config: Config,
+        *,
+        owner: RunOwner,
+        continued: Callable[[], Config],
+        overrides: tuple[str, ...],
+        options: dict[str, str],
     ) -> Status:
-        if self._external is None and _is_finished(config):
-            self._say(f"{folder}: done after {config.train.steps} steps, nothing is left to do")
+        settled = settle_folder(config, is_restart=self._sweeping or is_restart(), continued=continued)
+        config, folder = settled.config, Path(settled.config.output_dir)
+        self._say(*settled.lines)
+        if settled.is_done and self._external is None:
             return Status.done
         if self._external is None:
             self._prepare(config)
         self._say(*config.notes)
-        self._record(folder, overrides=overrides, options=options)
-        if self._external is not None and self._external.rank != 0:
-            return self._be_rank(config)
-        with Heartbeat(folder) as beat:
-            return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
+        if not settled.is_done:
+            self._record(folder, overrides=overrides, options=options)
+            self._remember(config)
+            owner.begin()
+        return (
+            self._start_ranks(config)
+            if self._external is None
+            else self._be_rank(config, owner=owner, is_done=settled.is_done)
+        )
 
     def _prepare_arguments(self) -> str | None:
         """Sets `sys.argv` for Hydra. Returns the text to print for --cfg job and --cfg all, or None to start a run."""
-        arguments = sys.argv[1:]
+        if self._environment_fault:
+            raise ConfigError([self._environment_fault])
+        arguments = restarted(sys.argv[1:], command=os.environ["ZTK_COMMAND"])
         if self._external:
             try:
                 arguments = self._external.arguments(arguments)
@@ -282,17 +374,17 @@ class Session:
             run_until_done(config, say=self._say, start=self._starter(config))
         except RankError as error:
             if error.failure.interrupted:
-                write_failed_summary(folder, error=INTERRUPTED, status=Status.interrupted)
+                self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)
                 self._say(str(error), *way_on(config, flags=self._flags))
                 return Status.interrupted
-            write_failed_summary(folder, error=str(error))
+            self._write_failed(config, error=str(error))
             if error.failure.kind not in _SELF_EXPLAINING or _is_of_user(error.failure.trace):
                 print(error.failure.trace, end="", file=sys.stderr)
             self._say(f"the run failed: {error}", f"log: {error.log}")
             print_plan(folder, rank=error.failure.rank)
             return Status.failed
         except (KeyboardInterrupt, SystemExit):
-            write_failed_summary(folder, error=INTERRUPTED, status=Status.interrupted)
+            self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)
             if not self._sweeping:
                 self._say(*way_on(config, flags=self._flags))
             raise
@@ -321,45 +413,70 @@ class Session:
             self._forker.close()
             self._forker = None
 
-    def _be_rank(self, config: Config, *, beat: Heartbeat | None = None) -> Status:
-        """Runs this process as a rank of another launcher. A failed rank writes the summary with the first known cause."""
+    def _meet(
+        self, config: Config | None = None, *, refused: str = "", is_done: bool = False, token: str = ""
+    ) -> "Meeting":
+        """Sends rank 0's arguments to all ranks, as JSON. A collective call. Raises TimeoutError."""
+        from ztk.core.runtime.rendezvous import meet
+
+        assert self._external is not None, "the machine's launcher started this process"
+        self._has_met = True
+        text = None if config is None else configuration.to_yaml(config)
+        seconds = _REFUSAL_SECONDS if config is None else config.launch.timeout_seconds
+        return meet(
+            "config",
+            rank=self._external.rank,
+            world=self._external.world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+            text=json.dumps({"config": text, "refused": refused, "is_done": is_done, "token": token}),
+        )
+
+    def _be_rank(self, config: Config, *, owner: RunOwner | None = None, is_done: bool = False) -> Status:
+        """Runs this process as a rank of another launcher. A failed rank writes the summary with the first known cause.
+
+        owner: of the run folder, on rank 0.
+
+        Raises:
+            ConfigError: rank 0 refused the run, or a rank does not see the run folder, where checkpoints need it.
+        """
+        from ztk.core.runtime.rendezvous import first_fault, set_places
         from ztk.worker import interrupt_code, leave, run_task
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # must be set before torch is imported
         assert self._external is not None, "the machine's launcher started this process"
-        if self._external.rank == 0:
+        if owner is not None and not is_done:
             configuration.save(config, path=Path(config.output_dir, "config.yaml"))
-        self._external.remember_folder(config.output_dir)
-        from ztk.core.runtime.rendezvous import meet, set_places
-
         try:
-            meeting = meet(
-                "config",
-                rank=self._external.rank,
-                world=self._external.world_size,
-                timeout=datetime.timedelta(seconds=config.launch.timeout_seconds),
-                text=configuration.to_yaml(config),
-            )
+            meeting = self._meet(config, is_done=is_done, token=owner.token if owner is not None else "")
         except TimeoutError as error:
             is_of_run = self._external.rank == 0  # the others have not learnt the run's folder
-            self._end_rank(config, failure_of(error, rank=self._external.rank), beat=beat, records=is_of_run)
+            self._end_rank(config, failure_of(error, rank=self._external.rank), owner=owner, records=is_of_run)
+        agreed = json.loads(meeting.text)
+        if agreed["refused"]:
+            raise ConfigError([agreed["refused"]])
+        if agreed["is_done"]:
+            return Status.done
         set_places(meeting.hosts, rank=self._external.rank)
-        config = configuration.from_yaml(meeting.text)
+        config = configuration.from_yaml(agreed["config"])
+        if config.checkpoint.saves:
+            sees = owner is not None or _sees(config.output_dir, token=agreed["token"])
+            if fault := first_fault(meeting, own="" if sees else _unseen(config, rank=self._external.rank)):
+                raise ConfigError([fault])
         forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
         try:
             failure = run_task(config, rank=self._external.rank)
         except KeyboardInterrupt as error:
-            if beat is not None:  # only on rank 0
-                write_failed_summary(config.output_dir, error=INTERRUPTED, status=Status.interrupted)
+            if owner is not None:
+                self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)
                 self._say(*way_on(config, flags=self._flags, starter=self._external.starter))
-                beat.end()
+                owner.end()
             leave(interrupt_code(error))
         if failure is None:
             return Status.done
-        self._end_rank(config, failure, beat=beat)
+        self._end_rank(config, failure, owner=owner)
 
     def _end_rank(
-        self, config: Config, failure: RankFailure, *, beat: Heartbeat | None, records: bool = True
+        self, config: Config, failure: RankFailure, *, owner: RunOwner | None, records: bool = True
     ) -> NoReturn:
         """Ends a failed rank of another launcher. If it `records`, the summary gets the first cause of all ranks."""
         from ztk.worker import leave
@@ -368,12 +485,23 @@ class Session:
         if records:
             found = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
             cause = first_cause([each for each in found if each is not None] or [failure])
-            write_failed_summary(config.output_dir, error=str(cause))
+            self._write_failed(config, error=str(cause))
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)
-        if beat is not None:
-            beat.end()
+        if owner is not None:
+            owner.end()
         leave(Outcome.failed)
+
+    def _remember(self, config: Config) -> None:
+        if not self._sweeping:
+            remember_folder(config.output_dir, command=os.environ["ZTK_COMMAND"])
+
+    def _write_failed(self, config: Config, *, error: str, status: Status = Status.failed) -> None:
+        """Calls `write_failed_summary`. Its own error, as on a full disk, is printed and hides nothing."""
+        try:
+            write_failed_summary(config.output_dir, error=error, status=status)
+        except OSError as own:
+            self._say(f"the summary of {config.output_dir} was not written: {own.strerror}")
 
     def _refuse(self, error: ConfigError | RecordError) -> int:
         self.is_refused = True
@@ -401,12 +529,21 @@ class Session:
         return jobs
 
 
-def _is_finished(config: Config) -> bool:
-    """Returns whether a run that continues in its own folder has already completed its `train.steps` steps."""
-    folder, given = Path(config.output_dir), config.checkpoint.resume
-    if given is None or (given != "auto" and Path(given) != folder) or read_status(folder) is not Status.done:
-        return False
-    return read_summary(folder).get("steps", 0) >= config.train.steps
+def _sees(folder: str, *, token: str) -> bool:
+    """Returns whether this machine finds rank 0's lock in the run folder. A network file system may show it late."""
+    end = time.monotonic() + _SEEN_SECONDS
+    while token_of(folder) != token:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _unseen(config: Config, *, rank: int) -> str:
+    return (
+        f"{config.output_dir}: rank {rank} on {platform.node()} does not see the run folder of rank 0, and checkpoints need one folder that "
+        "all nodes share; name one with hydra.run.dir=FOLDER, or use checkpoint=none"
+    )
 
 
 def _shown(flags: list[str]) -> str | None:

@@ -36,7 +36,7 @@ from ztk.config.text_rules import follow_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.runs import ANSWERING, draws, is_own, reports_mfu, times_kernels
+from ztk.core.policies.runs import ANSWERING, OVERWRITE, draws, is_own, reports_mfu, times_kernels
 from ztk.core.policies.suggest import did_you_mean
 
 
@@ -103,12 +103,14 @@ def to_config(
         if faults := [*keyless(choices), *take_user(choices)]:
             raise ConfigError(faults)
         choices, own, user = without_objects(choices, overrides=overrides)
+        if overwrites := choices.checkpoint.resume == OVERWRITE:
+            choices.checkpoint.resume = None
         if faults := [*take_files(choices), *take_sizes(choices), *take_measured(choices)]:
             raise ConfigError(faults)
         config = _typed(choices)
     except OmegaConfBaseException as error:
         raise refusal(error, overrides=overrides) from None
-    config.own, config.user = own, user
+    config.own, config.user, config.overwrites = own, user, overwrites
     config.given = _given(config, overrides=overrides, options=options)
     chooses_data = "data" in map(named_by, overrides)
     if config.data.path is not None and config.data.name is DataName.stdlib and not chooses_data:

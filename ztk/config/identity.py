@@ -14,7 +14,7 @@ from ztk.config.text import have_same_tokenizer
 from ztk.core.policies.config import Config
 from ztk.core.policies.experiment import changes_numbers, is_counted
 from ztk.core.policies.key import written
-from ztk.core.policies.records import record_of, run_record
+from ztk.core.policies.records import newest_checkpoint, record_of, record_of_checkpoint, run_folder, step_number
 from ztk.core.policies.runs import AUTO
 from ztk.core.policies.schedule import wsd_steps
 
@@ -52,16 +52,22 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LETTERS]
 
 
-def check_resumed(config: Config) -> None:
-    """Compares the configuration with the recorded one of the run in `checkpoint.resume`, if there is one.
+def check_resumed(config: Config, *, given: str | None = None) -> None:
+    """Compares the configuration with the recorded one of the checkpoint in `checkpoint.resume`, if there is one.
+
+    given: the checkpoint, in place of `checkpoint.resume`.
 
     `train.steps` and keys that do not affect the numbers may differ.
 
     Raises:
         ConfigError: a key that affects numbers differs, and `checkpoint.allow_changes` is not set.
     """
-    record = _record_of_resumed(config)
-    if record is None or config.checkpoint.allow_changes:
+    given = given or config.checkpoint.resume
+    if given is None:
+        return
+    run = Path(config.output_dir) if given == AUTO else run_folder(given)
+    record = None if run is None else _record_of_resumed(given, run=run)
+    if run is None or record is None or config.checkpoint.allow_changes:
         return
     old, new = load(record), config
     if old.task.name != new.task.name:
@@ -76,7 +82,7 @@ def check_resumed(config: Config) -> None:
         before["scheduler.warmup_steps"] = after.get("scheduler.warmup_steps")  # none with an own schedule
     if _decay_follows_steps(old) and _decay_follows_steps(new):
         before["scheduler.decay_steps"] = after["scheduler.decay_steps"]
-    if have_same_tokenizer(record.parent / "tokenizer", other=Path(new.data.tokenizer or "")):
+    if have_same_tokenizer(run / "tokenizer", other=Path(new.data.tokenizer or "")):
         before |= {key: after[key] for key in ("data.tokenizer", "data.vocab_size")}
     faults = [
         f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). "
@@ -89,15 +95,10 @@ def check_resumed(config: Config) -> None:
         raise ConfigError(faults)
 
 
-def _record_of_resumed(config: Config) -> Path | None:
-    """Returns `config.yaml` of the run whose checkpoint is continued, or None without a checkpoint or record."""
-    given = config.checkpoint.resume
-    if given is None:
-        return None
-    if given == AUTO:
-        own = Path(config.output_dir)
-        return record_of(own) if any((own / "checkpoints").glob("*")) else None
-    return run_record(given)
+def _record_of_resumed(given: str, *, run: Path) -> Path | None:
+    """Returns the configuration of the checkpoint that is continued, which may be another than that of its run's last start."""
+    step = Path(given) if step_number(Path(given).name) else newest_checkpoint(run)
+    return record_of(run) if step is None else record_of_checkpoint(step)
 
 
 def _values(config: Config) -> Iterator[tuple[str, Any]]:

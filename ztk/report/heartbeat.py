@@ -5,6 +5,7 @@ import os
 import platform
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ class Heartbeat:
         """Removes the file. Idempotent."""
         self._over.set()
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink()
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            self._write()
+            with suppress(OSError):  # a full disk ends no run
+                self._write()
 
     def _write(self) -> None:
         own = {"pid": os.getpid(), "process_start": process_start(os.getpid()), "host": platform.node()}

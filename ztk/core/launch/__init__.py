@@ -11,7 +11,7 @@ from ztk.core.launch.errors import (
     read_failure,
     write_failure,
 )
-from ztk.core.launch.external import ExternalRank, quoted
+from ztk.core.launch.external import ExternalRank, is_restart, quoted, remember_folder, restarted
 from ztk.core.launch.forks import Forker
 from ztk.core.launch.processes import Child, Start, run_children, start_process
 from ztk.core.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
@@ -27,11 +27,14 @@ __all__ = [
     "failure_of",
     "first_cause",
     "forget_failure",
+    "is_restart",
     "log_path",
     "memory_path",
     "python_path",
     "quoted",
     "read_failure",
+    "remember_folder",
+    "restarted",
     "run_children",
     "run_ranks",
     "start_process",

@@ -39,6 +39,7 @@ class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
     own: section -> the node of a user's object, see `ztk.config.own`. given: the keys that the user set, and the groups whose option the
     command line chooses. reasons: explanations of derived values, by key. notes: lines that the command prints before the run starts.
+    overwrites: whether the run replaces the one in its folder (checkpoint.resume=overwrite).
     """
 
     task: TaskConfig
@@ -83,3 +84,4 @@ class Config:
         self.given: frozenset[str] = frozenset()
         self.reasons: dict[str, str] = {}
         self.notes: list[str] = []
+        self.overwrites = False

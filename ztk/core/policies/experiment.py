@@ -27,6 +27,8 @@ def _changes(key: str) -> Changes:
     """A key of a user's object has the `changes` of its section."""
     if key == "output_dir":
         return Changes.nothing
+    if key.partition(".")[0] == "callbacks":
+        return Changes.experiment  # a run may go on with other callbacks, as with other code of theirs
     declared = declared_keys(Config).get(key)
     return (
         declared.changes if declared else changes_of(typing.get_type_hints(Config).get(key.partition(".")[0], Config))

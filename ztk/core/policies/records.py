@@ -1,8 +1,16 @@
-"""Finds the run that a folder belongs to and the weights in a model's folder, and replaces files."""
+"""Finds the run that a folder belongs to, its checkpoints and the weights in a model's folder, and replaces files."""
 
 import json
 import os
+import re
 from pathlib import Path
+
+CHECKPOINTS, LATEST = (
+    "checkpoints",
+    "latest",
+)  # folder of a run, and the file in it that names the checkpoint to continue from
+OWN_RECORD = "run.yaml"  # in a checkpoint: the configuration of the run that saved it
+_STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
 def record_of(folder: str | os.PathLike) -> Path | None:
@@ -21,6 +29,38 @@ def run_record(path: str | os.PathLike) -> Path | None:
     """Returns the configuration file of the run that contains `path`, or None."""
     folder = run_folder(path)
     return None if folder is None else record_of(folder)
+
+
+def step_number(name: str) -> tuple[int, int] | None:
+    """Returns the step and the number of its save from a checkpoint folder's name, or None for another name."""
+    found = _STEP.fullmatch(name)
+    return (int(found[1]), int(found[2] or 1)) if found else None
+
+
+def step_folders(folder: str | os.PathLike) -> list[Path]:
+    """Returns the complete checkpoints in a folder of checkpoints, by step."""
+    try:
+        found = [child for child in Path(folder).iterdir() if step_number(child.name) and child.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=lambda child: step_number(child.name) or (0, 0))
+
+
+def newest_checkpoint(run: str | os.PathLike) -> Path | None:
+    """Returns the checkpoint from which the run of this folder continues, or None: the one in `latest`, or the newest if that is gone."""
+    folder = Path(run, CHECKPOINTS)
+    found = step_folders(folder)
+    try:
+        named = folder / (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        named = None
+    return named if named in found else found[-1] if found else None
+
+
+def record_of_checkpoint(step: Path) -> Path | None:
+    """Returns the configuration of the run that saved a checkpoint: the checkpoint's own, or its run's if an earlier version saved it."""
+    own = step / OWN_RECORD
+    return own if own.is_file() else run_record(step)
 
 
 def weight_files(folder: str | os.PathLike) -> list[Path]:

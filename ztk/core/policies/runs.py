@@ -22,6 +22,7 @@ TEXT = ("stdlib", "files")
 RECORDS = ("chat", "preferences")
 BYTES, TRAIN = "bytes", "train"
 AUTO = "auto"  # value of checkpoint.resume: the run folder's own latest checkpoint, if there is one
+OVERWRITE = "overwrite"  # value of checkpoint.resume: a new run in place of the run folder's
 HUGGING_FACE = "hf"
 
 

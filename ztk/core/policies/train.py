@@ -394,7 +394,8 @@ class CheckpointConfig:
         "training continues while the files are written", default=False, acts=_SAVES_OFTEN, contradicts=_asynchronous
     )
     resume: str | None = key(
-        "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
+        "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; overwrite: a new run in place of the "
+        "folder's; null: from the start, or as auto in a folder with a checkpoint of the same experiment and after a restart",
         changes=Changes.nothing,
         paths=Paths(
             kind="run",

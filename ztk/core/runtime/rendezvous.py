@@ -68,6 +68,22 @@ def meet(purpose: str, *, rank: int, world: int, timeout: datetime.timedelta, te
     return Meeting(generation=generation, text=meeting["text"], hosts=tuple(meeting["hosts"]), store=server)
 
 
+def first_fault(meeting: Meeting, *, own: str) -> str:
+    """Returns a fault of any rank, the same on all, or "". own: this rank's. A collective call of all ranks of the meeting."""
+    store = dist.PrefixStore(f"ztk/{meeting.generation}", meeting.store)
+    if own:
+        store.set("fault", own)
+        store.add("faults", 1)
+    if store.add("voters", 1) == len(meeting.hosts):
+        store.set("voted", "")
+    store.wait(["voted"])
+    fault = store.get("fault").decode() if store.add("faults", 0) else ""
+    if store.add("readers", 1) == len(meeting.hosts):
+        store.set("read", "")
+    store.wait(["read"])  # rank 0 may serve the store, so it waits for all readers
+    return fault
+
+
 def set_places(hosts: Sequence[str], *, rank: int) -> None:
     """Sets `LOCAL_RANK` and `LOCAL_WORLD_SIZE` from the hosts of all ranks, for launchers that set neither, such as Kubeflow's."""
     if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
