@@ -185,6 +185,7 @@ def train(
             metric=best.metric if config.checkpoint.keep_best else None,
             state=lambda: {**stream.state_dict(), **state(), "best": best.state_dict()},
             callbacks=[best],
+            grace_seconds=config.checkpoint.grace_seconds,
         )
         if (ended_by := loop.run()) is not None:
             reporter.say(f"ends after step {loop.step}: {ended_by}")

@@ -5,6 +5,7 @@ divergence.
 import importlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from experiments.episodes import of_episode
 from experiments.rollout_run import Run
+from ztk.report.folder import LineFile
 from ztk.rl.rollout import Samples
 
 NUM_SHOWN = 4  # texts per step
@@ -23,15 +25,24 @@ class Lines:
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         """Drops the lines with steps above `first_step`, which a resumed run will write again, and an incomplete last line."""
-        self.path = path
+        self.path, self._file = path, LineFile(path)
         if path.exists():
             kept = [line for line in path.read_bytes().split(b"\n") if line and _step_of(line) <= first_step]
             path.write_bytes(b"".join(line + b"\n" for line in kept))
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Appends records."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+        self._file.write(json.dumps(record, default=str) for record in records)
+        if self._file.notice is not None:
+            warnings.warn(self._file.notice, RuntimeWarning, stacklevel=2)
+            self._file.notice = None
+
+    def close(self) -> None:
+        """Writes the lines that a full disk did not take, or warns that they are lost."""
+        try:
+            self._file.close()
+        except OSError as error:
+            warnings.warn(f"{self.path}: lacks its last lines: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _step_of(line: bytes) -> float:
@@ -90,6 +101,8 @@ class Texts:
 
     def close(self) -> None:
         """Writes all lines as parquet, if `rollout.completions_file` names a file. Columns that a line lacks are null in it."""
+        for opened in filter(None, (self._samples, self._completions)):
+            opened.close()
         lines = self._completions
         if lines is not None and self._table is not None and lines.path.exists():
             table = importlib.import_module("pyarrow.json").read_json(lines.path)

@@ -86,6 +86,7 @@ def run(config: Config, *, process: Process) -> None:
                 metric=finite_loss if config.checkpoint.keep_best else None,
                 state=stream.state_dict,
                 callbacks=[limits, *own_callbacks(config)],
+                grace_seconds=config.checkpoint.grace_seconds,
             )
             ended_by = loop.run() or limits.reason(over=False, reached=is_done)
         loss = loop.evaluate() if held_out else None

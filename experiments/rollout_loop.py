@@ -148,6 +148,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             metric=run.best.metric if config.checkpoint.keep_best else None,
             state=run.state_dict,
             callbacks=[run.best],
+            grace_seconds=config.checkpoint.grace_seconds,
         )
         if (ended_by := loop.run()) is not None:
             reporter.say(f"ends after step {loop.step}: {ended_by}")

@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from ztk.config import Config, instantiate, load
 from ztk.core.launch import RankFailure, failure_of, log_path, memory_path, write_failure
-from ztk.core.launch.tee import log_to
+from ztk.core.launch.output import open_closed_streams
+from ztk.core.launch.tee import keep_output, log_to
 from ztk.report.folder import write_json
 
 
@@ -41,7 +42,8 @@ def main() -> None:
 
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
     """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log."""
-    log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else sys.stderr
+    open_closed_streams()
+    log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else keep_output()
     show_messages()
     try:
         import torch
@@ -54,8 +56,8 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
             _main_of(config.task.module)(config)
     except Exception as error:
         failure = failure_of(error, rank=rank)
-        write_failure(failure, output_dir=config.output_dir)
         log.write(failure.trace)
+        write_failure(failure, output_dir=config.output_dir)
         _write_memory(error, output_dir=config.output_dir, rank=rank)
         return failure
     return None

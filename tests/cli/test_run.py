@@ -143,7 +143,7 @@ def test_a_closed_pipe_ends_no_run(tmp_path):
     assert shown.returncode == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     log = (tmp_path / "run" / "ranks" / "rank0.log").read_text()
-    assert "rank 0 of 1" in log and "standard output was closed; the run goes on" in log
+    assert "rank 0 of 1" in log and "standard output was closed (Broken pipe); the run goes on" in log
 
 
 @pytest.mark.parametrize(

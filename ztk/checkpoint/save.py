@@ -366,7 +366,9 @@ class Saver:
                 folders.discard(temporary, token="")
         self._unlock()  # an open folder prevents a full disk from being unmounted
         comm.barrier()
-        return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
+        failure = SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
+        failure.step = step
+        return failure
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -185,7 +186,8 @@ def _command(words: Sequence[str], *, folder: Path, quiet: bool, check: bool = T
         for line in process.stdout:
             tail.append(line)
             if not quiet:
-                sys.stdout.write(line)
+                with suppress(OSError, ValueError):  # as on a full disk; output ends no run
+                    sys.stdout.write(line)
         process.wait()
     except BaseException:
         _stop(process, output=process.stdout)

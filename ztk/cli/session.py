@@ -57,6 +57,7 @@ from ztk.core.launch import (
 )
 from ztk.core.launch.output import lasting_output
 from ztk.core.launch.signals import raise_noted
+from ztk.core.policies.ending import ENDING
 from ztk.core.policies.runs import AUTO
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.owner import FolderBusy, RunOwner, token_of
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from ztk.core.runtime.rendezvous import Meeting
 
 # Errors whose message contains the fix. For all others, the traceback is printed too.
-_SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
+_SELF_EXPLAINING = {"", "ValueError", "DiskError", "SaveFailed", "FileNotFoundError", "PermissionError"}
 _COMPLETION = {"-sc", "--shell-completion"}
 _REFUSAL_SECONDS = 60.0  # for the other ranks of a launcher to read rank 0's refusal
 _SEEN_SECONDS = 10.0
@@ -116,7 +117,8 @@ class Session:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors propagate to this method instead of Hydra's printer
         os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
         if self._external is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank may wait in a collective, where no handler runs
+            for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(kind, signal.SIG_DFL)  # a rank may wait in a collective, where no handler runs
         with lasting_output():
             return self._main(compose_and_run)
 
@@ -383,6 +385,10 @@ class Session:
             self._say(f"the run failed: {error}", f"log: {error.log}")
             print_plan(folder, rank=error.failure.rank)
             return Status.failed
+        except OSError as error:  # a file of the run folder, or a process that cannot start
+            self._write_failed(config, error=str(error))
+            self._say(f"the run failed: {error}")
+            return Status.failed
         except (KeyboardInterrupt, SystemExit):
             self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)
             if not self._sweeping:
@@ -566,8 +572,8 @@ def _is_of_user(trace: str) -> bool:
 
 
 def _is_signal(code: object) -> bool:
-    """Returns whether SIGTERM or SIGHUP ended the command with this exit code."""
-    return code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+    """Returns whether a signal other than SIGINT ended the command with this exit code."""
+    return code in [128 + kind for kind in (*ENDING, signal.SIGHUP) if kind != signal.SIGINT]
 
 
 def _find_modules(folders: list[str]) -> None:

@@ -6,7 +6,7 @@ This file and its imports need only the standard library, so that the process th
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,51 @@ PACKED = ".packed"  # temporary packed weights; removed after the run, or by the
 OPTIONS = "options.json"  # group -> chosen option, including groups that the command line does not name
 
 
+class LineFile:
+    """Appends lines to a file. A full disk ends nothing: lines wait in memory, and the next `write` tries again.
+
+    notice: a message to the user after the first error, until it is taken.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.notice: str | None = None
+        self._path, self._waiting = Path(path), b""
+        self._has_failed = False
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Appends the lines, each without its end."""
+        self._waiting += "".join(f"{line}\n" for line in lines).encode()
+        try:
+            self._append()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self.notice = (
+                    f"{self._path}: cannot be written ({error.strerror}); its lines wait in memory, and the run goes on"
+                )
+
+    def close(self) -> None:
+        """Writes the lines that wait. Raises OSError if they cannot be written."""
+        if self._waiting:
+            self._append()
+
+    def _append(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            size, left = os.fstat(fd).st_size, memoryview(self._waiting)
+            try:
+                while left:
+                    left = left[os.write(fd, left) :]
+            except OSError:
+                os.ftruncate(fd, size)  # no reader finds a part of a line
+                raise
+            self._waiting = b""
+        finally:
+            os.close(fd)
+
+
 class RunFolder:
-    """Writes the JSON files of one run. A file is replaced atomically; a row is written when `row` returns.
+    """Writes the JSON files of one run. A file is replaced atomically; a row is written when `row` returns, see `LineFile`.
 
     JSON has no infinity and no NaN: they are written as null.
     """
@@ -26,7 +69,12 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._metrics = None
+        self._metrics = LineFile(self.path / METRICS)
+
+    def take_notice(self) -> str | None:
+        """Returns a message to the user about rows that cannot be written, once."""
+        notice, self._metrics.notice = self._metrics.notice, None
+        return notice
 
     @property
     def checkpoints(self) -> Path:
@@ -44,13 +92,10 @@ class RunFolder:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Appends one line to `metrics.jsonl`."""
-        if self._metrics is None:
-            self._metrics = open(self.path / METRICS, "a", buffering=1, encoding="utf-8")
-        self._metrics.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._metrics.write([json.dumps(_finite(row), allow_nan=False)])
 
     def drop_rows_after(self, step: int) -> None:
         """Removes the rows of steps that a run resumed at `step` will repeat."""
-        assert self._metrics is None, "rows are dropped before the first is written"
         kept = [row for row in read_rows(self.path) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         replace_file(self.path / METRICS, text=text)
@@ -60,9 +105,8 @@ class RunFolder:
         write_json(self.path / SUMMARY, values=summary)
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        """Raises OSError if rows are not written."""
+        self._metrics.close()
 
 
 def write_failed_summary(path: str | os.PathLike, *, error: str, status: str = "failed") -> None:

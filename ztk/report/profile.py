@@ -72,7 +72,10 @@ class StepProfiler:
         if self._profiler is None:
             return None
         self._step.close()
-        return self._stop()
+        try:
+            return self._stop()
+        except OSError as error:
+            return f"the traces in {self._folder} were not written: {error}"
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile  # imported late: only for runs that profile

@@ -4,7 +4,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -153,9 +153,10 @@ class Reporter:
             said = f"{kind.__name__}: {error}" if kind else "not finished"
             if status is Status.interrupted:
                 said = INTERRUPTED
-            self._close(self._summary(status=status.value, error=said), failed=True)
-            if self._finished is None:
-                write_failed_summary(self._policy.folder, error=said, status=status)
+            with suppress(OSError):  # of a full disk, as the error that ends the run may be
+                self._close(self._summary(status=status.value, error=said), failed=True)
+                if self._finished is None:
+                    write_failed_summary(self._policy.folder, error=said, status=status)
 
     def step(
         self,
@@ -226,9 +227,8 @@ class Reporter:
                     f"{describe_end(summary)}\nrecord: {folder}, as it was", highlight=False, soft_wrap=True
                 )
                 return summary
-            self._folder.write_summary(summary)
             self._close(summary, failed=False)
-            picture = f", picture: {_draw(folder)}" if self._policy.draws else ""
+            picture = _draw(folder) if self._policy.draws else ""
             print_tables(self._console, ranks=ranks, steps=self._rows.num_steps, kernels=self._kernels.means())
             self._console.print(f"{describe_end(summary)}\nrecord: {folder}{picture}", highlight=False, soft_wrap=True)
         return summary
@@ -290,6 +290,8 @@ class Reporter:
             self._say_tracker_notice()
 
     def _say_tracker_notice(self) -> None:
+        if self._folder is not None and (notice := self._folder.take_notice()) is not None:
+            self.say(notice)
         if self._tracker is not None and self._tracker.notice:
             self.say(self._tracker.notice)
             self._tracker.notice = None
@@ -297,9 +299,14 @@ class Reporter:
     def _close(self, summary: dict[str, Any], *, failed: bool) -> None:
         assert self._progress is not None and self._folder is not None, "rank 0 closes"
         self._progress.close()
-        if self._finished is None:
-            self._folder.write_summary(summary)
-        self._folder.close()
+        try:
+            self._folder.close()
+            if self._finished is None:
+                self._folder.write_summary(summary)
+        finally:
+            self._close_tracker(summary, failed=failed)
+
+    def _close_tracker(self, summary: dict[str, Any], *, failed: bool) -> None:
         if self._tracker is not None:
             self._tracker.finish(summary, failed=failed)
             self._say_tracker_notice()
@@ -313,7 +320,11 @@ def _joined(values: Mapping[str, Any], *, more: Mapping[str, Any]) -> dict[str, 
     return {**values, **{name: value.item() if isinstance(value, Tensor) else value for name, value in more.items()}}
 
 
-def _draw(folder: str) -> object:
+def _draw(folder: str) -> str:
+    """Draws the picture. Returns the text that names it, or the reason why there is none."""
     from ztk.report.plot import plot_run  # imported late: matplotlib takes a second, and only rank 0 draws
 
-    return plot_run(folder)
+    try:
+        return f", picture: {plot_run(folder)}"
+    except OSError as error:
+        return f", no picture ({error.strerror})"

@@ -1,12 +1,15 @@
 """`Loop`: runs optimizer steps with evaluations, checkpoints and reporting between them, the same on every rank."""
 
 import math
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ztk.checkpoint.errors import SaveFailed
 from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.sources import check_sources
 from ztk.report import Reporter
@@ -73,6 +76,7 @@ class Loop:
         metric: Callable[[Mapping[str, Any]], float | None] | None = None,
         state: Callable[[], Mapping[str, Any]] = dict,
         callbacks: Sequence[Any] = (),
+        grace_seconds: float | None = None,
     ) -> None:
         """train_step: runs the optimizer step of the given number and returns this replica's mean loss, a scalar, as `engine.train_batch`
         does.
@@ -85,6 +89,7 @@ class Loop:
         metric: evaluates before every save and passes the metric of the row's values to the saver; smaller is better.
         state: returns the data position that a checkpoint contains.
         callbacks: see `Callback`.
+        grace_seconds: time between a signal and the end of the process. A step that takes longer is reported once.
         """
         self.engine, self.reporter, self.saver = engine, reporter, saver
         self.step, self.steps, self.tokens = engine.global_steps, steps, tokens
@@ -96,6 +101,8 @@ class Loop:
         self._eval_every, self._evaluates_last = eval_every, evaluates_last
         self._saves, self._metric, self._state = saves or (lambda step, ends: False), metric, state
         self._callbacks = tuple(callbacks)
+        self._grace_seconds, self._save_seconds = grace_seconds, 0.0
+        self._unsaved: list[int] = []  # steps whose checkpoints failed
 
     @property
     def measured(self) -> Measured:
@@ -110,14 +117,22 @@ class Loop:
     def run(self) -> str | None:
         """Trains up to `steps`, or until a callback sets `ended_by`. Returns `ended_by`.
 
-        Raises Interrupted after the step in which SIGINT or SIGTERM arrived, if there is a saver; that step is saved. Raises ValueError if
-        the ranks of several nodes run different code.
+        A checkpoint that cannot be written ends the run only if it is the last step's.
+
+        Raises Interrupted after the step in which a signal of `ENDING` arrived, if there is a saver; that step is saved. Raises ValueError
+        if the ranks of several nodes run different code.
         """
         check_sources(self.engine.process)
+        first = self.step + 1
         with Interrupts(self.engine.process, is_active=self.saver is not None) as interrupts:
             while self.step < self.steps and self.ended_by is None:
                 self.step += 1
+                started = time.monotonic()
                 self._run_step(interrupts)
+                if self.step > first:  # which compiles
+                    self._check_grace(time.monotonic() - started)
+        if self._unsaved:
+            self._say(f"the checkpoints of these steps were not saved: {', '.join(map(str, self._unsaved))}")
         return self.ended_by
 
     def evaluate(self) -> float:
@@ -153,7 +168,10 @@ class Loop:
         self._record(loss, row=saves or interrupted or self.ended_by is not None)
         if saves:
             self._measured.is_recorded = True
-            self._save(metric=self._metric(self.measured) if self._metric is not None and evaluated else None)
+            self._save(
+                metric=self._metric(self.measured) if self._metric is not None and evaluated else None,
+                is_last=interrupted or self.ended_by is not None or self.step == self.steps,
+            )
             self._measured.is_recorded = False
         if interrupted:
             interrupts.stop()
@@ -176,13 +194,50 @@ class Loop:
     def _module_metrics(self) -> dict[str, Any]:
         return {**self.row_values(), **self.engine.read_module_metrics()}
 
-    def _save(self, *, metric: float | None) -> None:
-        assert self.saver is not None
+    def _save(self, *, metric: float | None, is_last: bool) -> None:
+        started = time.monotonic()
         with self._aside():
             self._call("before_save")
-            extra = {} if self.reporter is None else self.reporter.past()
-            self.saver.save(data_state=self._state(), extra=extra, metric=metric)
-            self._call("after_save")
+            if self._has_saved(metric=metric, is_last=is_last):
+                self._call("after_save")
+        self._save_seconds = time.monotonic() - started
+
+    def _has_saved(self, *, metric: float | None, is_last: bool) -> bool:
+        """Saves, and returns whether it succeeded. An asynchronous save of an earlier step may raise its error here, too."""
+        assert self.saver is not None
+        extra = {} if self.reporter is None else self.reporter.past()
+        while True:
+            try:
+                self.saver.save(data_state=self._state(), extra=extra, metric=metric)
+                return True
+            except SaveFailed as error:
+                if is_last and error.step == self.step:
+                    raise
+                self._say(f"the run goes on: {error}")
+                if error.step is None:
+                    return True
+                self._unsaved.append(error.step)
+                if error.step == self.step:
+                    return False
+
+    def _check_grace(self, seconds: float) -> None:
+        """Reports once that a signal would end the process before the running step is saved. seconds: of the last step."""
+        limit, needed = self._grace_seconds, seconds + self._save_seconds
+        if self.saver is None or limit is None or needed <= limit:
+            return
+        self._grace_seconds = None
+        self._say(
+            f"a step takes {seconds:.1f} s and its save {self._save_seconds:.1f} s, and a signal leaves checkpoint.grace_seconds={limit:g}: "
+            "the steps since the last checkpoint would be lost; use "
+            f"checkpoint.grace_seconds={math.ceil(1.5 * needed)} if the sender of the signal waits so long, or save often with "
+            "checkpoint.every=N"
+        )
+
+    def _say(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.say(text)
+        elif self.engine.process.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _aside(self) -> AbstractContextManager[None]:
         return nullcontext() if self.reporter is None else self.reporter.aside()

@@ -9,11 +9,14 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ztk.core.policies.ending import ENDING
 from ztk.core.policies.records import replace_file
 
+FAILURES = "ZTK_FAILURES"  # variable of a rank: a file in the launcher's memory
 # Names, so that nothing heavy is imported: classes of ztk.core.runtime, then of torch.distributed.
 _SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _SECONDARY_TEXTS = (
@@ -44,8 +47,8 @@ class RankFailure:
 
     @property
     def interrupted(self) -> bool:
-        """SIGINT or SIGTERM ended the rank, by its own handler or without one."""
-        return self.killed and self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        """A signal of `ENDING` ended the rank, by its own handler or without one."""
+        return self.killed and self.code - 128 in ENDING
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
@@ -106,7 +109,7 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
         name = signal.Signals(-returncode).name
         hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
         message = f"was killed by {name}{hints.get(name, '')}"
-    elif returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # it has saved its step first
+    elif returncode - 128 in ENDING:  # it has saved its step first
         message = f"was ended by {signal.Signals(returncode - 128).name}"
     else:
         message = f"ended with exit code {returncode}"
@@ -117,12 +120,14 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
 
 
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
-    """Writes the error of a rank atomically."""
-    path = error_path(output_dir, rank=failure.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(
-        path, text=json.dumps(asdict(failure))
-    )  # the launcher may end this process as soon as it finds the file
+    """Writes the error of a rank atomically. If the run folder takes no file, as on a full disk, writes it into the launcher's memory."""
+    path, text = error_path(output_dir, rank=failure.rank), json.dumps(asdict(failure))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text=text)  # the launcher may end this process as soon as it finds the file
+    except OSError:
+        with suppress(OSError), open(os.environ.get(FAILURES, os.devnull), "a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
@@ -131,12 +136,18 @@ def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
     memory_path(output_dir, rank=rank).unlink(missing_ok=True)
 
 
-def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:
-    """The error that a rank has written, or None."""
+def read_failure(
+    output_dir: str | os.PathLike, *, rank: int, memory: str | os.PathLike | None = None
+) -> RankFailure | None:
+    """The error that a rank has written, or None. memory: the file for errors that the run folder did not take."""
     try:
         return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return None
+        pass
+    with suppress(OSError):
+        lines = [] if memory is None else Path(memory).read_text(encoding="utf-8").splitlines()
+        return next((RankFailure(**found) for found in map(json.loads, lines) if found["rank"] == rank), None)
+    return None
 
 
 def first_cause(failures: list[RankFailure]) -> RankFailure:

@@ -1,51 +1,98 @@
-"""Standard output and standard error that outlive their reader, such as `head` behind a pipe."""
+"""Standard output and standard error that end no run: a reader that has ended, a terminal that is gone, a full disk, a closed descriptor."""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN}  # a later write may succeed
+
 
 class LastingOutput:
-    """A text stream that drops its text once the reader of its pipe has ended, where the stream itself would raise BrokenPipeError."""
+    """A text stream whose errors end nothing.
 
-    def __init__(self, stream: TextIO, *, on_closed: Callable[[], None] = lambda: None) -> None:
-        """on_closed: called once, when the reader has ended."""
-        self._stream, self._on_closed = stream, on_closed
+    Text that a full disk does not take is lost, and later text is written again when there is room. After every other error, all text is
+    dropped.
+    """
+
+    def __init__(self, stream: TextIO, *, on_lost: Callable[[str], None] = lambda reason: None) -> None:
+        """on_lost: called once, with the reason for which text is lost."""
+        self._stream, self._on_lost = stream, on_lost
+        self._is_lost = False
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def isatty(self) -> bool:
         try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
+            return self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self._drop()
+            self._tell(error.strerror or str(error))
+        except ValueError as error:  # the stream is closed
+            self._tell(str(error))
 
     def _drop(self) -> None:
         """The text that is still in the buffer, and all that follows, goes to the null device."""
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
-        self._on_closed()
+        with contextlib.suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+    def _tell(self, reason: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_lost(reason)
+
+    def end(self) -> None:
+        """Flushes. Text that is still in the buffer is dropped, because the interpreter would fail over it when it exits."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._drop()
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.flush()
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)  # isatty, fileno, encoding ...
+        return getattr(self._stream, name)  # fileno, encoding ...
+
+
+def open_closed_streams() -> None:
+    """Opens the null device for standard streams that were closed (`>&-`).
+
+    Otherwise the next files would get their numbers, and children would print into them.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context in which printing to a closed pipe raises no error."""
+    """Context in which printing raises no error."""
+    open_closed_streams()
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(LastingOutput, before)
+    lasting = tuple(map(LastingOutput, before))
+    sys.stdout, sys.stderr = lasting
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in lasting:
+            stream.end()
         sys.stdout, sys.stderr = before

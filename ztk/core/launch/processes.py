@@ -25,6 +25,7 @@ from typing import IO, Protocol
 
 from ztk.core.launch.errors import RankFailure, failure_of_exit
 from ztk.core.launch.signals import raise_noted
+from ztk.core.policies.ending import ENDING
 
 _POLL_SECONDS = 0.05
 _REPEAT_SECONDS = 0.5  # a repeated signal within it is ignored: a terminal and a wrapper may both forward a Ctrl-C
@@ -122,10 +123,12 @@ def run_children(
     """Runs all children and returns when they have ended. Returns the failures in order of rank, or an empty list.
 
     failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: time that serving children have after a
-    signal to end by themselves; ending well after SIGTERM is no failure. save_seconds: time that training children have after a signal to
-    finish and save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with its output to the
-    open file. A second signal ends all children at once. Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and
-    SIGHUP. In every case all have ended before.
+    signal to end by themselves; ending well after it is no failure, except after SIGINT. save_seconds: time that training children have
+    after a signal to finish and save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with
+    its output to the open file. A second signal ends all children at once.
+
+    Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after the others of `ENDING` and SIGHUP. In every case all have ended
+    before.
     """
     processes: list[Started] = []
     with _signals() as received, ExitStack() as logs:
@@ -142,14 +145,14 @@ def run_children(
             grace = _GRACE_SECONDS + drain_seconds if received else _GRACE_AFTER_FAILURE_SECONDS
             _stop(processes, received=received, grace_seconds=grace, saves=bool(save_seconds))
     drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
-    if received and not (received[0] == signal.SIGTERM and drained):
+    if received and not (received[0] in ENDING and received[0] != signal.SIGINT and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return failures
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    """Collects the signals of `ENDING` and SIGHUP instead of acting on them. With `nohup`, SIGHUP stays ignored."""
     received: list[int] = []
     newest = -_REPEAT_SECONDS
 
@@ -160,7 +163,7 @@ def _signals() -> Iterator[list[int]]:
             received.append(number)
             newest = now
 
-    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    kinds = (*ENDING, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]))
     before = {kind: signal.signal(kind, receive) for kind in kinds}
     try:
         yield received

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ztk.core.launch.errors import RankError, first_cause, forget_failure, log_path, read_failure
+from ztk.core.launch.errors import FAILURES, RankError, first_cause, forget_failure, log_path, read_failure
 from ztk.core.launch.processes import Child, Start, run_children, start_process
 
 
@@ -37,7 +37,7 @@ def run_ranks(
     Path(output_dir, "ranks").mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         forget_failure(output_dir, rank=rank)
-    with _store() as store:
+    with _store() as store, _memory() as memory:
         children = [
             Child(
                 rank=rank,
@@ -48,6 +48,7 @@ def run_ranks(
                     ranks=ranks,
                     threads=threads,
                     store=store,
+                    memory=memory,
                 ),
                 log=None if rank == 0 else log_path(output_dir, rank=rank),
             )
@@ -55,7 +56,7 @@ def run_ranks(
         ]
         failures = run_children(
             children,
-            failure_of=lambda rank: read_failure(output_dir, rank=rank),
+            failure_of=lambda rank: read_failure(output_dir, rank=rank, memory=memory),
             drain_seconds=drain_seconds,
             save_seconds=save_seconds,
             on_signal=on_signal or (lambda: None),
@@ -78,6 +79,16 @@ def _store() -> Iterator[str]:
             yield os.path.join(folder, "store")
 
 
+@contextmanager
+def _memory() -> Iterator[str | None]:
+    """The path of a file in this process's memory, which takes errors of ranks when the disk is full. None except on Linux."""
+    if not hasattr(os, "memfd_create"):
+        yield None
+        return
+    with open(os.memfd_create("ztk-failures"), "rb") as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
 def worker_command(config_path: str | os.PathLike) -> list[str]:
     """The command that starts one rank of the run that `config_path` describes."""
     return [sys.executable, "-m", "ztk.worker", os.fspath(config_path)]
@@ -97,7 +108,7 @@ def allocator_settings() -> dict[str, str]:
     return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
 
 
-def _environment(rank: int, *, place: int, ranks: int, threads: int, store: str) -> dict[str, str]:
+def _environment(rank: int, *, place: int, ranks: int, threads: int, store: str, memory: str | None) -> dict[str, str]:
     own = {
         "RANK": str(rank),
         "LOCAL_RANK": str(place),
@@ -107,4 +118,4 @@ def _environment(rank: int, *, place: int, ranks: int, threads: int, store: str)
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": python_path(),
     }
-    return os.environ | allocator_settings() | own
+    return os.environ | allocator_settings() | own | ({} if memory is None else {FAILURES: memory})

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a command, noted so that none is lost.
+"""The signals that end a command, noted so that none is lost.
 
 Python ignores an exception that is raised in the callback of a weak reference, and the import system has such callbacks. A library may
 also replace an exception by an error of its own cleanup. So the handler notes the signal before it raises, and the command calls
@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from ztk.core.policies.ending import ENDING
+
 _noted: list[int] = []  # of this process, as handlers are
 
 
 @contextmanager
 def noted_signals() -> Iterator[None]:
-    """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises SystemExit(143), and both are noted."""
+    """Context in which SIGINT raises KeyboardInterrupt, the others of `ENDING` raise SystemExit(128 + signal), and all are noted."""
     _noted.clear()
-    before = {kind: signal.signal(kind, _note) for kind in (signal.SIGINT, signal.SIGTERM)}
+    before = {kind: signal.signal(kind, _note) for kind in ENDING}
     try:
         yield
     finally:

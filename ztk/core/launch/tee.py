@@ -1,5 +1,6 @@
 """The log of a rank that also has the terminal."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ class Tee:
     A frame that is redrawn ends without a newline or moves the cursor; only permanent lines are logged.
     """
 
-    def __init__(self, terminal: TextIO, *, log: TextIO) -> None:
+    def __init__(self, terminal: TextIO | LastingOutput, *, log: TextIO | LastingOutput) -> None:
         self._terminal = terminal
         self._log = log
         self._line = ""
@@ -39,11 +40,25 @@ class Tee:
         return getattr(self._terminal, name)  # isatty, fileno, encoding, flush ...
 
 
-def log_to(path: Path) -> TextIO:
-    """From now on Python's output also goes to `path`. Returns the log, for text that the terminal should not show."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("w", buffering=1, encoding="utf-8")
+def log_to(path: Path) -> LastingOutput:
+    """From now on Python's output also goes to `path`. Returns the log, for text that the terminal should not show.
+
+    Neither the terminal nor the log ends the run if it fails, as on a full disk.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w", buffering=1, encoding="utf-8")
+    except OSError:
+        opened = open(os.devnull, "w", encoding="utf-8")
+    log = LastingOutput(opened)
     sys.stderr = Tee(LastingOutput(sys.stderr), log=log)
-    note = f"ztk: standard output was closed; the run goes on, and {path} has its output\n"
-    sys.stdout = Tee(LastingOutput(sys.stdout, on_closed=lambda: sys.stderr.write(note)), log=log)
+    note = "ztk: standard output was closed ({}); the run goes on, and {} has its output\n"
+    lasting = LastingOutput(sys.stdout, on_lost=lambda reason: sys.stderr.write(note.format(reason, path)))
+    sys.stdout = Tee(lasting, log=log)
     return log
+
+
+def keep_output() -> TextIO:
+    """From now on an error of Python's output, as of a log on a full disk, ends nothing. Returns standard error."""
+    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
+    return sys.stderr

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: every rank stops after the same step, so that a consistent state can be saved."""
+"""Ctrl-C and the signals of schedulers during training: every rank stops after the same step, so that a consistent state can be saved."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import torch
 
+from ztk.core.policies.ending import ENDING
 from ztk.core.runtime.comm import Comm, connect
 from ztk.core.runtime.process import Process
 
-_KINDS = (signal.SIGINT, signal.SIGTERM)
 _REPEAT_SECONDS = 1.0  # a terminal and a launcher may both pass on the same Ctrl-C
 
 
@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Context in which SIGINT and SIGTERM set a flag, which `are_pending` reports on all ranks after the same step.
+    """Context in which the signals of `ENDING` set a flag, which `are_pending` reports on all ranks after the same step.
 
     A second signal, at least a second after the first, ends the process at once. Every rank must enter the context. On exit it raises
     Interrupted for a signal that no check has reported yet.
@@ -50,7 +50,7 @@ class Interrupts:
                 one_node=process.local_world_size == process.world_size,
                 timeout_seconds=process.timeout_seconds,
             )
-        self._before = {kind: signal.signal(kind, self._receive) for kind in _KINDS}
+        self._before = {kind: signal.signal(kind, self._receive) for kind in ENDING}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
