@@ -30,6 +30,7 @@ class LastingOutput:
         self._attempt(self._stream.flush)
 
     def isatty(self) -> bool:
+        """Whether the stream is a terminal; False for one that is closed."""
         try:
             return self._stream.isatty()
         except (OSError, ValueError):
