@@ -39,7 +39,7 @@ def table() -> list[tuple[str, str, str]]:
     return [(row[0], mode, outcome) for row in rows for mode, outcome in zip(head[1:], row[1:], strict=True)]
 
 
-CELLS = [cell for cell in table() if cell[0] != "another folder on every node"]  # tests/core/launch/test_agreement.py
+CELLS = [cell for cell in table() if cell[0] != "another folder on every node"]  # tests/core/launch/test_unshared.py
 
 
 @pytest.fixture(scope="session")

@@ -131,8 +131,16 @@ def test_an_offload_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path
     assert done.returncode in (1, 2) and "offload.nvme_path" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
-def test_an_interrupt_saves_the_step_and_names_the_line_that_resumes(tmp_path, how):
+@pytest.mark.parametrize(
+    "how, to",
+    [
+        (signal.SIGINT, "the command"),
+        (signal.SIGTERM, "the command"),
+        (signal.SIGUSR1, "the command"),
+        (signal.SIGUSR2, "a rank"),
+    ],
+)
+def test_an_interrupt_saves_the_step_and_names_the_line_that_resumes(tmp_path, how, to):
     environment = os.environ | {"FAULT": json.dumps({"rank": -1}), "PYTHONPATH": str(CHECKOUT)}
     running = subprocess.Popen(
         [sys.executable, str(CHECKOUT / "run.py"), *words_of(*NVME, "train.steps=100000", fault={"rank": -1})],
@@ -145,11 +153,14 @@ def test_an_interrupt_saves_the_step_and_names_the_line_that_resumes(tmp_path, h
     while not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl")):
         assert time.monotonic() < deadline and running.poll() is None
         time.sleep(0.1)
-    running.send_signal(how)
+    if to == "a rank":
+        os.kill(int((folder_of(tmp_path) / "pid1").read_text()), how)
+    else:
+        running.send_signal(how)
     start = time.monotonic()
     printed = running.communicate(timeout=60)[1].decode()
     assert time.monotonic() - start < 7
-    assert running.returncode == (130 if how == signal.SIGINT else 143)
+    assert running.returncode == (130 if to == "a rank" else 128 + how)
     assert_all_stopped(folder_of(tmp_path))
     assert summary_of(tmp_path)["status"] == "interrupted"
     folder = folder_of(tmp_path)

@@ -466,7 +466,8 @@ class Session:
         config = configuration.from_yaml(agreed["config"])
         if config.checkpoint.saves:
             sees = owner is not None or _sees(config.output_dir, token=agreed["token"])
-            if fault := first_fault(meeting, own="" if sees else _unseen(config, rank=self._external.rank)):
+            own = "" if sees else _unseen(config, rank=self._external.rank)
+            if fault := first_fault(meeting, rank=self._external.rank, own=own):
                 raise ConfigError([fault])
         forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
         try:

@@ -78,8 +78,14 @@ class ExternalRank:
 
 
 def is_restart() -> bool:
-    """Whether torchrun has restarted the ranks, or Slurm has requeued the job."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in _RESTARTS)
+    """Whether torchrun has restarted the ranks, or Slurm has requeued the job.
+
+    An agent of torchrun does not count a restart that another node's failure caused, but it has the note of an earlier start.
+    """
+    note = _note_of_torchrun()
+    return any(os.environ.get(name, "0") not in ("", "0") for name in _RESTARTS) or (
+        note is not None and note.is_file()
+    )
 
 
 def restarted(arguments: list[str], *, command: str) -> list[str]:
@@ -106,13 +112,19 @@ def _chooses_folder(arguments: list[str]) -> bool:
 
 
 def _notes_of_folder(command: str) -> list[Path]:
-    """Files that survive a restart: next to torchrun's own (.../attempt_0/0/error.json), and below the current folder for a Slurm job."""
-    errors, job = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("SLURM_JOB_ID")
-    attempt = None if errors is None else Path(errors).parent.parent
-    found = [attempt.parent / "ztk-run-folder"] if attempt and attempt.name.startswith("attempt_") else []
+    """Files that survive a restart: one of torchrun's agent, and one below the current folder for a Slurm job."""
+    note, job = _note_of_torchrun(), os.environ.get("SLURM_JOB_ID")
+    found = [] if note is None else [note]
     if job:
         found.append(Path("outputs", f".slurm-{job}-{hashlib.sha256(command.encode()).hexdigest()[:12]}"))
     return found
+
+
+def _note_of_torchrun() -> Path | None:
+    """A file next to the agent's own (.../attempt_0/0/error.json)."""
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    attempt = None if errors is None else Path(errors).parent.parent
+    return attempt.parent / "ztk-run-folder" if attempt and attempt.name.startswith("attempt_") else None
 
 
 def _named_place() -> str | None:

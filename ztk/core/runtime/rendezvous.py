@@ -62,13 +62,11 @@ def meet(purpose: str, *, rank: int, world: int, timeout: datetime.timedelta, te
         store.set(f"{generation}/rank/{rank}", "")
         store.add(f"{generation}/arrived", 1)
     meeting = json.loads(_read(store, key=f"{generation}/meeting", rank=rank, timeout=timeout))
-    if store.add(f"{generation}/readers", 1) == world:
-        store.set(f"{generation}/read", "")
-    store.wait([f"{generation}/read"])  # rank 0 may serve the store, so it waits for all readers
+    _await_readers(store, key=f"{generation}/read", rank=rank, world=world)
     return Meeting(generation=generation, text=meeting["text"], hosts=tuple(meeting["hosts"]), store=server)
 
 
-def first_fault(meeting: Meeting, *, own: str) -> str:
+def first_fault(meeting: Meeting, *, rank: int, own: str) -> str:
     """Returns a fault of any rank, the same on all, or "". own: this rank's. A collective call of all ranks of the meeting."""
     store = dist.PrefixStore(f"ztk/{meeting.generation}", meeting.store)
     if own:
@@ -78,10 +76,16 @@ def first_fault(meeting: Meeting, *, own: str) -> str:
         store.set("voted", "")
     store.wait(["voted"])
     fault = store.get("fault").decode() if store.add("faults", 0) else ""
-    if store.add("readers", 1) == len(meeting.hosts):
-        store.set("read", "")
-    store.wait(["read"])  # rank 0 may serve the store, so it waits for all readers
+    _await_readers(store, key="read", rank=rank, world=len(meeting.hosts))
     return fault
+
+
+def _await_readers(store: dist.Store, *, key: str, rank: int, world: int) -> None:
+    """Waits on rank 0, which may serve the store and end next, for the last read of all ranks."""
+    if store.add(f"{key}ers", 1) == world:
+        store.set(key, "")
+    if rank == 0:
+        store.wait([key])
 
 
 def set_places(hosts: Sequence[str], *, rank: int) -> None:
