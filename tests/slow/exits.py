@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch._dynamo  # the scripts would import these one by one, seconds each
@@ -31,9 +32,10 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
-def train(*, fails: bool = False) -> None:
-    """Stage 3 with everything in main memory: the last update runs on when the script ends."""
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+def train(*, fails: bool = False, stage: int = 3) -> None:
+    """Everything in main memory at stage 3: the last update runs on when the script ends."""
+    tier = {"device": "cpu"}
+    zero = {"stage": stage} | ({"offload_optimizer": tier, "offload_param": tier} if stage == 3 else {})
     section = {"type": "AdamW", "params": {"lr": 1e-3}}
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": section}
     engine, *_ = initialize(model=model(), config=ds_config)
@@ -50,6 +52,12 @@ def infer() -> None:
     engine(torch.ones(1, WIDTH))
 
 
+def reduce() -> None:
+    """Gloo's thread may still hold the tensor of the last line's collective when the script ends."""
+    train(stage=2)
+    torch.distributed.all_reduce(torch.ones(10))
+
+
 def fail() -> None:
     train(fails=True)
 
@@ -59,6 +67,8 @@ KINDS: dict[str, tuple[Callable[[], None], int, int]] = {
     "train, 1 rank": (train, 1, 0),
     "train, 2 ranks": (train, 2, 0),
     "inference, 2 ranks": (infer, 2, 0),
+    "stage 1, 2 ranks": (partial(train, stage=1), 2, 0),
+    "a collective last, 2 ranks": (reduce, 2, 0),
     "error, 2 ranks": (fail, 2, 1),
 }
 

@@ -13,6 +13,6 @@ def test_scripts_end_as_they_should(show, amount):
         text=True,
         check=False,
     )
-    for line in done.stdout.splitlines()[-4:]:
+    for line in done.stdout.splitlines()[-6:]:
         show(line)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

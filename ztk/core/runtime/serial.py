@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ztk.core.runtime.ending import end_with_process, forget, seconds_to_end
+from ztk.core.runtime.ending import end_with_process, forget, join_busy
 
 LONGEST_CALL_SECONDS = 60.0  # longest wait at exit for a call that depends on no other rank
 
@@ -103,7 +103,7 @@ def _end(thread: threading.Thread, calls: _Calls, interrupt: Callable[[], None] 
     if interrupt is None:
         thread.join(LONGEST_CALL_SECONDS)
         return
-    thread.join(seconds_to_end())
+    join_busy(thread)
     if thread.is_alive():
         interrupt()
-        thread.join(seconds_to_end())
+        join_busy(thread)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ztk.core.runtime.comm.errors import CommMismatch
-from ztk.core.runtime.ending import end_with_process, forget, seconds_to_end
+from ztk.core.runtime.ending import end_with_process, forget, join_busy
 
 logger = logging.getLogger(__name__)
 
@@ -155,4 +155,4 @@ class Watchdog:
 
 def _end(thread: threading.Thread, ended: threading.Event) -> None:
     ended.set()
-    thread.join(seconds_to_end())
+    join_busy(thread)
