@@ -1,5 +1,6 @@
 """`task=generate`, `task=serve` and `task=eval` do not train: keys without effect there are refused with the fix."""
 
+import itertools
 import json
 
 import pytest
@@ -95,14 +96,22 @@ def test_a_gpu_has_a_cache_of_blocks(words):
 
     machine = Machine(gpus=1, cores=2)
     assert composed(*words, "weights=bf16", machine=machine).launch.device == "cuda"
-    for option in ("offload=nvme", "topology=tp2", "inference.cache=slabs", "launch.device=cpu"):
-        assert composed(*words, option, machine=machine).launch.device == "cpu"
-    for option, message in (
-        ("offload=nvme", "launch.device=cuda with offload=nvme: layers stream on the CPU"),
-        ("topology=tp2", "launch.device=cuda with topology.tensor=2: ranks share layers on the CPU"),
-        ("inference.cache=slabs", "inference.cache=slabs works on the CPU only, and the model is on cuda"),
+    assert composed(*words, "launch.device=cpu", machine=machine).launch.device == "cpu"
+    kept = [word for word in words if word.startswith("inference.model")]
+    for task, (option, shown, does) in itertools.product(
+        ("serve", "generate", "eval"),
+        (
+            ("offload=nvme", "offload=nvme", "layers stream"),
+            ("topology=tp2", "topology.tensor=2", "ranks share layers"),
+            ("inference.cache=slabs", "inference.cache=slabs", "slabs are read"),
+        ),
     ):
-        assert any(message in fault for fault in faults(*words, option, "launch.device=cuda", machine=machine))
+        own = (f"task={task}", *kept, option, *([f"eval.path={__file__}"] if task == "eval" else []))
+        assert composed(*own, "launch.device=cpu", machine=machine).launch.device == "cpu"
+        assert composed(*own).launch.device == "cpu"  # of a machine without a GPU
+        for more, where in (((), "a machine with a GPU"), (("launch.device=cuda",), "launch.device=cuda")):
+            message = f"{shown} with {where}: {does} on the CPU; add launch.device=cpu, or leave {shown} out"
+            assert any(message in fault for fault in faults(*own, *more, machine=machine)), (own, more)
 
 
 def test_a_packed_model_is_read_where_it_is(tmp_path):

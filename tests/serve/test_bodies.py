@@ -62,7 +62,10 @@ def test_a_chat_says_log_probabilities_with_a_flag():
         and asked.max_tokens == 5
         and asked.messages == ({"role": "user", "content": "hi"},)
     )
-    assert not read(chat=True, messages=messages, top_logprobs=4).with_logprobs
+    for more in ({}, {"logprobs": False}):
+        with pytest.raises(BadRequest, match="top_logprobs goes with logprobs=true"):
+            read(chat=True, messages=messages, top_logprobs=4, **more)
+    assert not read(chat=True, messages=messages, top_logprobs=0).with_logprobs
     alone = read(chat=True, messages=messages, logprobs=True)
     assert alone.with_logprobs and alone.sampling.logprobs == 0
 

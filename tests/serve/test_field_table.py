@@ -140,6 +140,7 @@ def page() -> str:
 
 def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
     body = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "abc"}
+    body |= {"logprobs": True} if field == "top_logprobs" else {}
     path = "chat/completions" if is_chat else "completions"
     found = HTTP.post(f"{server.url}/v1/{path}", json={"max_tokens": 4} | body | {field: value}, timeout=60)
     if found.status_code == 400:

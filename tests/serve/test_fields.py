@@ -143,8 +143,15 @@ def test_a_stop_text_is_shown_if_asked_and_counts_after_min_tokens(running):
 def test_prompt_logprobs_have_vllms_form(running):
     found = chosen(running, {"prompt_logprobs": 2})["prompt_logprobs"]
     assert found[0] is None and len(found) == 3 and "98" in found[1] and "99" in found[2]
-    ranks = sorted(item["rank"] for item in found[1].values() if item["rank"] is not None)
-    assert ranks == [1, 2] and all(item["logprob"] <= 0 for item in found[1].values())
+    every = chosen(running, {"prompt_logprobs": 20})["prompt_logprobs"]
+    for own, more in zip(found[1:], every[1:], strict=True):
+        ranks = sorted(item["rank"] for item in own.values())
+        assert ranks[:2] == [1, 2] and len(ranks) <= 3 and all(item["logprob"] <= 0 for item in own.values())
+        likelier = [item["logprob"] for item in more.values()]
+        for item in own.values():  # of tokens as likely or likelier, as in vLLM
+            above = sum(value >= item["logprob"] for value in likelier)
+            assert item["rank"] == above if item["rank"] <= 20 else item["rank"] > 20
+    assert any(item["rank"] > 20 for own in every[1:] for item in own.values())
     echoed = chosen(running, {"echo": True, "logprobs": 0, "max_tokens": 1})["logprobs"]["token_logprobs"]
     assert [found[1]["98"]["logprob"], found[2]["99"]["logprob"]] == pytest.approx(echoed[1:3])
     chat = post(running, {"messages": USER, "max_tokens": 1, "prompt_logprobs": 0}, path="chat/completions").json()

@@ -13,7 +13,7 @@ import transformers
 from tests.inference.models import save_letters
 from tests.serve.test_server import HTTP, PATIENCE_SECONDS, Chatting, start
 from tests.slow.test_fuzz_server import random_body, send
-from ztk.inference import Output, SamplingParams
+from ztk.inference import Output, PromptLogprob, SamplingParams
 from ztk.serve.answers import Answer, Shape
 from ztk.serve.app import ServePolicy
 from ztk.serve.bodies import Limits, read_body
@@ -184,7 +184,7 @@ def answered(tokens: list[int], *, body: dict, chat: bool, tokenizer: Bytes, top
                 processed_logprob=-1.0,
                 finish_reason="length" if is_last else None,
                 top_logprobs=top,
-                prompt_logprobs=[(-1.0, {})] * (len(prompt) - 1)
+                prompt_logprobs=[PromptLogprob(-1.0, {}, 1)] * (len(prompt) - 1)
                 if asked.sampling.prompt_logprobs and not place
                 else None,
             )

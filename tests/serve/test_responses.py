@@ -92,7 +92,7 @@ def events_of(server, body):
 
 
 def test_a_response_has_the_answer_of_the_chat(client):
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "ab"}, *INPUT[1:]]
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "a\nb"}, *INPUT[1:]]
     chat = client.chat.completions.create(model="tiny", messages=messages, **GIVEN)
     found = client.responses.create(model="tiny", instructions="be short", input=INPUT, **GIVEN)
     assert found.output_text == chat.choices[0].message.content and found.output_text
@@ -102,7 +102,10 @@ def test_a_response_has_the_answer_of_the_chat(client):
     assert found.instructions == "be short" and found.output[0].status == "incomplete"
 
 
-def test_a_complete_response_is_one_of_the_clients_class(running):
+def test_a_complete_response_is_one_of_the_clients_class(running, monkeypatch):
+    monkeypatch.setattr(
+        Chatting, "template", "{{ tools }}"
+    )  # which `Chatting` leaves out, so that the prompt stays short
     body = {"input": "ab", "metadata": {"a": "b"}, "max_output_tokens": 3, "tools": [TOOL], "tool_choice": "none"}
     found = HTTP.post(f"{running.url}/v1/responses", json=body, timeout=60)
     response = responses.Response.model_validate(found.json(), strict=False)

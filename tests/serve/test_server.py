@@ -414,6 +414,9 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
             assert len((await second).choices[0].text) == len((await third).choices[0].text) == 2
 
         asyncio.run(crowd())
+        for scheme, status in (("bearer", 200), ("BEARER", 200), ("Bearer ", 200), ("Basic", 401), ("", 401)):
+            headers = {"Authorization": f"{scheme} secret".lstrip()}
+            assert HTTP.get(f"{server.url}/v1/models", headers=headers).status_code == status, scheme
         headers = {"Authorization": "Bearer secret"}
         found = HTTP.post(
             f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers

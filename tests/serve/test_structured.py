@@ -165,7 +165,7 @@ def test_answers_next_to_a_grammar_are_those_without_it(running):
             {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
             "structured_outputs.disable_any_whitespace=true is not supported",
         ),
-        ({"guided_json": {"$ref": "#"}}, "the grammar of the request fails"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json: no finite answer matches it"),
     ],
 )
 def test_what_is_no_grammar_gets_400(running, body, message):

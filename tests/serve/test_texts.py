@@ -3,11 +3,13 @@
 import base64
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
 import openai
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -15,7 +17,8 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import Generator, InferencePolicy
 from ztk.serve.app import ServePolicy
-from ztk.serve.tokenizers import Pretrained
+from ztk.serve.messages import PLAIN, read_messages
+from ztk.serve.tokenizers import Pretrained, _templated
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,17 @@ def test_the_beginning_of_a_text_is_left_out_if_asked(tmp_path):
         ("v1/embeddings", {"input": "a", "encoding_format": "x"}, "must be float or base64"),
         ("v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions is not supported"),
         ("v1/embeddings", {"input": [1, -1]}, "outside the vocabulary"),
+        (
+            "v1/score",
+            {"text_1": ["a", "b"], "text_2": ["c"]},
+            "text_1 has 2 texts and text_2 has 1: send one, or as many",
+        ),
+        ("v1/score", {"text_1": "a"}, "text_2 must be a text or a list of texts"),
+        ("v1/score", {"queries": "a", "documents": [[1, 2]]}, "documents must be a text or a list of texts"),
+        ("rerank", {"query": ["a"], "documents": ["a"]}, "query must be a text"),
+        ("rerank", {"query": "a", "documents": []}, "documents must be a text"),
+        ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n=-1"),
+        ("rerank", {"query": "a", "documents": ["a"] * 500}, "500 inputs, and this server takes 128"),
     ],
 )
 def test_what_cannot_be_read_gets_400(running, path, body, message):
@@ -111,6 +125,77 @@ def test_embeddings_are_the_mean_of_the_last_hidden_states(running):
     raw = post(running, "v1/embeddings", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["embedding"]
     numbers = struct.unpack(f"<{len(expected)}f", base64.b64decode(raw))
     assert numbers == pytest.approx(found.data[1].embedding, abs=1e-6)
+
+
+def test_scores_are_the_similarities_of_embeddings(running):
+    """vLLM's routes and names, and Jina's, of a model that has embeddings."""
+    texts = ["hello there", "hello you", "something else"]
+    data = post(running, "v1/embeddings", {"input": ["hello", *texts]}).json()["data"]
+    query, *others = (torch.tensor(one["embedding"]) for one in data)
+    expected = [float(query @ other) for other in others]
+    for path in ("score", "v1/score"):
+        for names in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            found = post(running, path, dict(zip(names, ("hello", texts), strict=True))).json()
+            assert [one["score"] for one in found["data"]] == pytest.approx(expected, abs=1e-5)
+            assert found["object"] == "list" and found["model"] == "tiny"
+            assert found["usage"]["prompt_tokens"] == 3 * 5 + sum(map(len, texts))
+    pairs = post(running, "v1/score", {"text_1": texts, "text_2": texts}).json()["data"]
+    assert [one["score"] for one in pairs] == pytest.approx([1.0] * 3, abs=1e-5)
+    order = sorted(range(3), key=lambda index: -expected[index])
+    for path in ("rerank", "v1/rerank", "v2/rerank"):
+        found = post(running, path, {"model": "tiny", "query": "hello", "documents": texts, "top_n": 2}).json()
+        assert [one["index"] for one in found["results"]] == order[:2]
+        assert [one["document"]["text"] for one in found["results"]] == [texts[index] for index in order[:2]]
+        values = [one["relevance_score"] for one in found["results"]]
+        assert values == pytest.approx([expected[index] for index in order[:2]], abs=1e-5)
+
+
+def test_other_servers_checks_of_health_are_answered(running):
+    for method in (HTTP.get, HTTP.post):
+        assert method(f"{running.url}/ping").status_code == 200
+    load = lambda: HTTP.get(f"{running.url}/load").json()["server_load"]  # noqa: E731
+    wait_until(lambda: load() == 0)
+    with ThreadPoolExecutor(1) as pool:
+        with running.generator._lock:  # no step is computed
+            answer = pool.submit(post, running, "v1/completions", {"prompt": "a", "max_tokens": 2})
+            wait_until(lambda: load() == 1)
+        assert answer.result().status_code == 200
+    wait_until(lambda: load() == 0)
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_names_of_fields_write_one_line_into_the_log(running, caplog):
+    post(running, "v1/completions", {"prompt": "a", "max_tokens": 1, "x\nERROR forged\r\x1b[31m\u2028": 1})
+    [line] = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.isprintable() and "x\\nERROR forged\\r\\x1b[31m\\u2028" in line
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb"),
+        ("{% for m in messages %}{% for part in m['content'] %}<{{ part.text }}>{% endfor %}{% endfor %}", "<a><b>"),
+        (
+            "{% for m in messages %}{% set content = m.content %}{% for p in content %}{{ p.text }};{% endfor %}{% endfor %}",
+            "a;b;",
+        ),
+    ],
+)
+def test_parts_of_a_content_are_joined_as_by_vllm(template, expected):
+    """By line feeds, or by the template if it has a loop over them."""
+    inner = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    inner.chat_template = template
+    [message] = read_messages({"messages": [{"role": "user", "content": PARTS}]})
+    assert _templated(inner, messages=[message], options=PLAIN) == expected
 
 
 def test_embeddings_in_parts_are_those_at_once(running):

@@ -60,11 +60,18 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    streams, ranks = streams_layers(config), config.topology.tensor
-    if config.launch.device is DeviceName.cuda and (streams or ranks > 1):
-        conflict = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
-        yield f"launch.device=cuda with {conflict} on the CPU; use launch.device=cpu, or leave it out"
-        return
+    """A way to answer that only the CPU has is refused where a GPU would stay idle, unless the CPU was chosen."""
+    device, ranks = config.launch.device, config.topology.tensor
+    has_gpu = device is DeviceName.cuda or (device is DeviceName.auto and machine.gpus > 0)
+    for key, is_chosen, does in (
+        ("offload=nvme", streams_layers(config), "layers stream"),
+        (f"topology.tensor={ranks}", ranks > 1, "ranks share layers"),
+        ("inference.cache=slabs", config.inference.cache == "slabs", "slabs are read"),
+    ):
+        if has_gpu and is_chosen:
+            where = "launch.device=cuda" if device is DeviceName.cuda else "a machine with a GPU"
+            yield f"{key} with {where}: {does} on the CPU; add launch.device=cpu, or leave {key} out"
+            return
     offloads = config.offload.optimizer is not Tier.none
     yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
 

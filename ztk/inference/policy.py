@@ -221,10 +221,12 @@ class Completion:
 
 
 class PromptLogprob(NamedTuple):
-    """Of one token of a prompt: its raw log-probability, and the likeliest tokens with theirs."""
+    """Of one token of a prompt: its raw log-probability, the likeliest tokens with theirs, and its rank, the number of tokens that are as
+    likely or likelier."""
 
     value: float
     top: dict[int, float]
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

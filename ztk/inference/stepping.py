@@ -154,7 +154,9 @@ class Stepper:
             if isinstance(line, Tensor) and position + 1 < sequence.prompt_length:
                 raw = torch.log_softmax(line.double(), -1)
                 top = likeliest(raw, count=sequence.sampling.logprobs) if sequence.sampling.logprobs else {}
-                sequence.prompt_logprobs.append(PromptLogprob(float(raw[sequence.tokens[position + 1]]), top))
+                token = sequence.tokens[position + 1]
+                rank = int((line >= line[token]).sum())
+                sequence.prompt_logprobs.append(PromptLogprob(float(raw[token]), top, rank))
                 continue
             if sequence.limit == 0:
                 self._scheduler.finish(sequence, reason="length")

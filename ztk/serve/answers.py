@@ -178,13 +178,11 @@ class Answer:
         return found
 
     def _of_prompt_token(self, token: int, *, own: PromptLogprob) -> dict[str, dict]:
-        """Returns values by token. A token that is not among the likely ones has no rank."""
+        """Returns values by token: of the prompt's own, and of the likely ones."""
         assert self._asked.prompt_tops is not None, "as the caller has checked"
         ranked = list(own.top.items())[: self._asked.prompt_tops]
-        found: dict[int, tuple[float, int | None]] = {
-            likely: (value, rank) for rank, (likely, value) in enumerate(ranked, start=1)
-        }
-        found.setdefault(token, (own.value, None))
+        found = {token: (own.value, own.rank)}
+        found |= {likely: (value, rank) for rank, (likely, value) in enumerate(ranked, start=1) if likely != token}
         return {
             str(number): {
                 "logprob": value,
@@ -248,9 +246,9 @@ class Answer:
         tokens, values, processed, tops, offsets = [], [], [], [], []
         if with_prompt:
             tokens = list(self._prompt)
-            values = [None] + [value for value, _ in self._prompt_logprobs]
+            values = [None] + [own.value for own in self._prompt_logprobs]
             processed = [None] * len(tokens)
-            tops = [None] + [self._named(top) for _, top in self._prompt_logprobs]
+            tops = [None] + [self._named(own.top) for own in self._prompt_logprobs]
             offsets = self._prompt_offsets()
         tokens += [output.token for output, _ in drawn]
         values += [output.logprob for output, _ in drawn]

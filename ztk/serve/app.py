@@ -83,6 +83,7 @@ class Server:
         self._stored = Stored()
         self._told: set[str] = set()  # ignored fields that the log has named
         self._started = int(time.time())
+        self._answering = 0  # requests, on the event loop
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting, name=opened.name)
         self._whole, self._pieces, self._vectors = (
             ThreadPoolExecutor(count, thread_name_prefix=f"ztk-serve-{name}")
@@ -92,6 +93,8 @@ class Server:
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's
+                Route("/load", self._load),
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._one_model),
@@ -103,6 +106,14 @@ class Server:
                 Route("/detokenize", partial(self._text, self._reader.detokenize), methods=["POST"]),
                 Route(
                     "/v1/embeddings", partial(self._text, self._reader.embeddings, pool=self._vectors), methods=["POST"]
+                ),
+                *(
+                    Route(path, partial(self._text, answer, pool=self._vectors), methods=["POST"])
+                    for answer, paths in (
+                        (self._reader.score, ("/score", "/v1/score")),
+                        (self._reader.rerank, ("/rerank", "/v1/rerank", "/v2/rerank")),
+                    )
+                    for path in paths
                 ),
             ],
             exception_handlers=dict.fromkeys((BadRequest, HTTPException, ClientDisconnect, Exception), _failed),
@@ -136,6 +147,10 @@ class Server:
         if self._loop.error is not None:
             return JSONResponse({"status": "failed", "error": str(self._loop.error)}, status_code=503)
         return JSONResponse({"status": "ok"})
+
+    async def _load(self, request: Request) -> Response:
+        """Returns the number of requests that are being answered, as vLLM."""
+        return JSONResponse({"server_load": self._answering})
 
     async def _metrics(self, request: Request) -> Response:
         """Returns metrics in Prometheus' text format."""
@@ -179,18 +194,23 @@ class Server:
         with _by_request():
             reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, is_response=is_response)
         self._submit(reply.jobs)
+        self._answering += 1
         headers = header(reply.asked.ignored)
         self._tell(reply.asked.ignored)
         if reply.asked.stream:
-            return Stream(self._events(reply, outbox=outbox), on_end=lambda: self._cancel(reply.jobs), headers=headers)
+            return Stream(self._events(reply, outbox=outbox), on_end=lambda: self._end(reply), headers=headers)
         watching = asyncio.create_task(watch(request, outbox=outbox))
         try:
             await self._collect(reply, outbox=outbox)
             body = b"" if outbox.is_left else await self._in_thread(reply.body)
         finally:
             watching.cancel()
-            self._cancel(reply.jobs)
+            self._end(reply)
         return Response(body, media_type="application/json", headers=headers)
+
+    def _end(self, reply: Reply) -> None:
+        self._answering -= 1
+        self._cancel(reply.jobs)
 
     async def _received(self, request: Request) -> bytes:
         self._authorise(request)
@@ -269,8 +289,8 @@ class Server:
     def _authorise(self, request: Request) -> None:
         """Raises BadRequest for a request without the key."""
         key = self._policy.api_key
-        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is None or secrets.compare_digest(sent.encode(), key.encode()):
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        if key is None or (scheme.lower() == "bearer" and secrets.compare_digest(sent.strip().encode(), key.encode())):
             return
         text = "Incorrect API key: send it as Authorization: Bearer KEY"
         raise BadRequest(text, status=401, code="invalid_api_key")

@@ -247,7 +247,7 @@ def read_body(
         prompts=prompts,
         messages=read_messages(body) if chat else (),
         chat=read_options(body, tools=() if tools is None else tools.given) if chat else PLAIN,
-        tools=tools,
+        tools=None if tools is None or tools.forbidden else tools,
         structure=structure,
         stops=text_list(body, name="stop", most=limits.stops) if "stop" in body else stops,
         max_tokens=limit,
@@ -297,6 +297,8 @@ def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int 
         tops = number(body, name="logprobs", kind=int, usual=0)
     elif "logprobs" in body:
         tops = number(body, name="top_logprobs", kind=int, usual=0) if flag(body, name="logprobs") else None
+    if chat and tops is None and number(body, name="top_logprobs", kind=int, usual=0):
+        raise BadRequest("top_logprobs goes with logprobs=true: send both", param="top_logprobs")
     prompt_tops = number(body, name="prompt_logprobs", kind=int)
     for name, value in (("top_logprobs" if chat else "logprobs", tops), ("prompt_logprobs", prompt_tops)):
         if value is not None and value > most:

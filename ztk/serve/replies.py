@@ -3,9 +3,13 @@
 import base64
 import json
 import struct
+import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
@@ -17,10 +21,11 @@ from ztk.serve.structured import Grammars
 from ztk.serve.text import TextStream
 from ztk.serve.tokenizers import Tokenizer, token_name
 from ztk.serve.tools import Format, call_structure, format_of, read_tools, told
-from ztk.serve.values import BadRequest, choice, flag, parsed, token_list
+from ztk.serve.values import BadRequest, choice, flag, number, parsed, token_list
 
 _MOST_VALUES = 1 << 21  # log-probabilities of one response, about 200 MB of objects
 _TOKENS = 1 << 20  # of a text to detokenise
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))  # vLLM's names
 _LARGE = 256  # log-probabilities of a prompt; more are not written together with pieces of other streams
 
 
@@ -32,7 +37,7 @@ def check_tokens(tokens: Iterable[int], *, size: int, param: str | None = None) 
 
 
 class Reader:
-    """Creates the jobs of requests for one model, and answers the bodies of /tokenize, /detokenize and /v1/embeddings. Used in threads.
+    """Creates the jobs of requests for one model, and answers the bodies of routes that generate nothing. Used in threads.
 
     max_tokens: default for requests. format: of tool calls, by default derived from the chat template.
 
@@ -242,18 +247,10 @@ class Reader:
         kind = choice(body, name="encoding_format", of=("float", "base64"))
         if "dimensions" in body:
             raise BadRequest("dimensions is not supported: leave it out", param="dimensions")
-        inputs = read_prompts(body, name="input")
-        if len(inputs) > self._limits.answers:
-            raise BadRequest(
-                f"{len(inputs)} inputs, and this server takes {self._limits.answers} at a time", param="input"
-            )
-        prompts = [self.tokens(one, has_beginning=True) for one in inputs]
-        for prompt in prompts:
-            check_tokens(prompt, size=self._vocabulary_size)
-        vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
+        found, used = self._embedded(read_prompts(body, name="input"), adapter=adapter, param="input")
+        vectors: list[Any] = [one.tolist() for one in found]
         if kind == "base64":
             vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
-        used = sum(map(len, prompts))
         return json.dumps(
             {
                 "object": "list",
@@ -264,6 +261,76 @@ class Reader:
                 "usage": {"prompt_tokens": used, "total_tokens": used},
             }
         ).encode()
+
+    def score(self, raw: bytes) -> bytes:
+        """Returns the similarity of each pair of texts, in vLLM's format. Raises BadRequest for invalid or too long inputs."""
+        body = parsed(raw)
+        names = next((pair for pair in _PAIRS if pair[1] in body), _PAIRS[0])
+        firsts, seconds = (_texts(body, name=name) for name in names)
+        if len(firsts) not in (1, len(seconds)):
+            raise BadRequest(
+                f"{names[0]} has {len(firsts)} texts and {names[1]} has {len(seconds)}: send one, or as many",
+                param=names[0],
+            )
+        values, used, model = self._similarities(body, firsts=firsts, seconds=seconds, param=names[1])
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(values)]
+        named = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+        return json.dumps(named | {"data": data, "usage": {"prompt_tokens": used, "total_tokens": used}}).encode()
+
+    def rerank(self, raw: bytes) -> bytes:
+        """Returns documents by falling similarity to a query, in Jina's and Cohere's format, as vLLM. Raises BadRequest as `score`."""
+        body = parsed(raw)
+        query, documents, most = (
+            body.get("query"),
+            _texts(body, name="documents"),
+            number(body, name="top_n", kind=int, usual=0),
+        )
+        if not isinstance(query, str):
+            raise BadRequest("query must be a text", param="query")
+        if most < 0:
+            raise BadRequest(f"top_n={most}: must be 1 or more, or 0 for all", param="top_n")
+        values, used, model = self._similarities(body, firsts=(query,), seconds=documents, param="documents")
+        ranked = sorted(enumerate(values), key=lambda pair: -pair[1])[: most or None]
+        results = [
+            {"index": index, "document": {"text": documents[index]}, "relevance_score": value}
+            for index, value in ranked
+        ]
+        named = {"id": f"score-{uuid.uuid4().hex}", "model": model, "results": results}
+        return json.dumps(named | {"usage": {"prompt_tokens": used, "total_tokens": used}}).encode()
+
+    def _similarities(
+        self, body: dict[str, Any], *, firsts: Sequence[str], seconds: Sequence[str], param: str
+    ) -> tuple[list[float], int, str]:
+        """Returns the cosine of the embeddings of each pair, the tokens of all pairs, and the model's name."""
+        name = body.get("model")
+        adapter = self.adapter(None if name is None else str(name))
+        own, used = self._embedded(firsts, adapter=adapter, param=param)
+        others, more = self._embedded(seconds, adapter=adapter, param=param)
+        repeats = len(others) // len(own)
+        values = [float(one @ other) for one, other in zip(own * repeats, others, strict=True)]
+        return values, used * repeats + more, adapter or self._opened.name
+
+    def _embedded(
+        self, inputs: Sequence[str | list[int]], *, adapter: str | None, param: str
+    ) -> tuple[list[Tensor], int]:
+        """Returns a vector of length 1 for each input, fp32 [C], and the number of their tokens."""
+        if len(inputs) > self._limits.answers:
+            raise BadRequest(
+                f"{len(inputs)} inputs, and this server takes {self._limits.answers} at a time", param=param
+            )
+        prompts = [self.tokens(one, has_beginning=True) for one in inputs]
+        for prompt in prompts:
+            check_tokens(prompt, size=self._vocabulary_size)
+        return [self._generator.embed(prompt, adapter=adapter) for prompt in prompts], sum(map(len, prompts))
+
+
+def _texts(body: dict[str, Any], *, name: str) -> list[str]:
+    """Returns one text or a list of texts. Raises BadRequest for something else."""
+    found = read_prompts(body, name=name) if name in body else ()
+    texts = [one for one in found if isinstance(one, str)]
+    if not texts or len(texts) < len(found):
+        raise BadRequest(f"{name} must be a text or a list of texts", param=name)
+    return texts
 
 
 class Reply:
@@ -293,13 +360,13 @@ class Reply:
 
     def keep(self, items: list[Item]) -> None:
         """Stores outputs for `take_kept` or `body`. Raises BadRequest for an error of the engine."""
-        for number, item in items:
+        for prompt, item in items:
             if isinstance(item, Exception):
                 raise BadRequest(str(item), status=500)
             if item.error is not None:
                 raise BadRequest(item.error, status=400 if item.is_by_request else 500)
             if item.finished:
-                self._open.discard(self._place(number, output=item))
+                self._open.discard(self._place(prompt, output=item))
         self._kept += items
 
     @property
@@ -327,16 +394,16 @@ class Reply:
         """Returns the stored outputs as events."""
         chunks, each, items = [], self.asked.sampling.n, self._kept
         self._kept = []
-        for number, item in items:
+        for prompt, item in items:
             assert isinstance(item, Output), "`keep` has raised the others"
-            place = self._place(number, output=item)
+            place = self._place(prompt, output=item)
             answer = self._answers[place]
             was_ended = answer.ended
             chunks += answer.push(item)
             if answer.ended and not was_ended:
                 self._open.discard(place)
-                if all(one.ended for one in self._answers[number * each : (number + 1) * each]):
-                    self._ended.append(self.jobs[number])
+                if all(one.ended for one in self._answers[prompt * each : (prompt + 1) * each]):
+                    self._ended.append(self.jobs[prompt])
         return self.written(chunks) if self.asked.stream else b""
 
     def written(self, chunks: list[dict]) -> bytes:

@@ -5,7 +5,6 @@ model computes the next logits.
 """
 
 import functools
-import importlib
 import itertools
 import json
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.serve.schemas import check_embedded, library, prepared
 from ztk.serve.tokenizers import Tokenizer
 from ztk.serve.values import BadRequest, flag, shown, thing
 
@@ -114,6 +114,9 @@ def _text(kind: str, *, value: object, param: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str) or not value:
         raise BadRequest(f"{param} must be a text", param=param)
+    if kind == "grammar":
+        check_size(value, param=param)
+        check_embedded(value, param=param)
     return value
 
 
@@ -126,7 +129,8 @@ def _schema(value: object, *, param: str) -> str:
         found = text = None
     if not isinstance(found, dict) or text is None:
         raise BadRequest(f"{param} must have a JSON schema, which is an object", param=param)
-    return text
+    check_size(text, param=param)
+    return json.dumps(prepared(found, param=param), ensure_ascii=False)
 
 
 def _depth(text: str) -> int:
@@ -164,26 +168,29 @@ class Grammars:
             end=ends[0],
             encode=self._tokenizer.encode_text,
         )
-        wrapper = _library()._tokenizer.TokenizerWrapper(words)
-        return _library().LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=ends)
+        wrapper = library()._tokenizer.TokenizerWrapper(words)
+        return library().LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=ends)
 
     def _compiled(self, structure: Structure) -> "Compiled":
         """Compiles a grammar. Raises BadRequest for an invalid grammar, or one that the library does not support."""
-        library = _library()
+        llguidance = library()
         with self._lock:
             words = self._words
         try:
-            matcher = library.LLMatcher(
+            matcher = llguidance.LLMatcher(
                 words,
-                _grammar(structure, library=library),
+                _grammar(structure, llguidance=llguidance),
                 log_level=0,
-                limits=library.LLParserLimits(verbose_errors=False),
+                limits=llguidance.LLParserLimits(verbose_errors=False),
             )
+            if not matcher.is_error():
+                first = matcher.deep_copy()
+                first.compute_bitmask()
+                matcher = first if first.is_error() else matcher
         except Exception as error:  # noqa: BLE001  # of the library's readers, about the request's text
-            raise BadRequest(f"{structure.param}: {shown(str(error))}", param=structure.param) from None
+            raise BadRequest(f"{structure.param}: {_line(str(error))}", param=structure.param) from None
         if matcher.is_error():
-            reason = matcher.get_error().strip()
-            raise BadRequest(f"{structure.param}: {shown(reason)}", param=structure.param)
+            raise BadRequest(f"{structure.param}: {_reason(matcher)}", param=structure.param)
         return Compiled(
             matcher,
             fake=None if any(end < self._vocabulary for end in self._ends) else self._vocabulary,
@@ -248,11 +255,21 @@ class Followed:
         """Returns int32 [words] after the accepted tokens."""
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise ValueError(shown(self._matcher.get_error().strip()))
+            raise ValueError(_reason(self._matcher))
         words = torch.frombuffer(bytearray(found), dtype=torch.int32)
         if self._fake is not None:
             words[self._fake // _WORD] &= ~(1 << self._fake % _WORD) if self._fake % _WORD < _WORD - 1 else 0x7FFFFFFF
         return words
+
+
+def _reason(matcher: Any) -> str:
+    """Returns the error of a matcher in one line."""
+    text = matcher.get_error()
+    return "no text matches it" if text.startswith("NoExtension") else _line(text.partition("\n<state>")[0])
+
+
+def _line(text: str) -> str:
+    return shown(" ".join(text.split()))
 
 
 class _Tokens:
@@ -270,9 +287,9 @@ class _Tokens:
         return list(self._encode(text))
 
 
-def _grammar(structure: Structure, *, library: Any) -> str:
+def _grammar(structure: Structure, *, llguidance: Any) -> str:
     """Returns the grammar in the library's format."""
-    matcher, text = library.LLMatcher, structure.text
+    matcher, text = llguidance.LLMatcher, structure.text
     if structure.kind == "json":
         return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
     if structure.kind == "regex":
@@ -281,19 +298,8 @@ def _grammar(structure: Structure, *, library: Any) -> str:
         texts = [json.dumps(one) for one in json.loads(text)]
         return matcher.grammar_from_lark("start: " + " | ".join(texts))
     if structure.kind == "grammar":
-        return library.grammar_from("grammar", text)
+        return llguidance.grammar_from("grammar", text)
     return matcher.grammar_from_lark(text)
 
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": _WHITE}
-
-
-def _library() -> Any:
-    try:
-        importlib.import_module("llguidance._tokenizer")
-        return importlib.import_module("llguidance")
-    except ImportError:
-        raise BadRequest(
-            'the server has no library for grammars: pip install "ztk[serve]" there, or leave the format out',
-            status=501,
-        ) from None

@@ -1,5 +1,6 @@
 """Tokenizers with one interface: of bytes, of runs, and of transformers; the bytes of single tokens."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import ChatTemplate, Encoding
 from ztk.serve.messages import PLAIN, ChatOptions
+from ztk.serve.values import Parts
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte tokens
 
@@ -246,6 +248,13 @@ class Pretrained:
 
 def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptions) -> str:
     """Formats messages with the chat template of a transformers tokenizer."""
+    if _joins_parts(_source(inner) or ""):
+        messages = [
+            one | {"content": [{"type": "text", "text": text} for text in content.parts]}
+            if isinstance(content := one["content"], Parts)
+            else one
+            for one in messages
+        ]
     try:
         return inner.apply_chat_template(
             messages,
@@ -257,6 +266,14 @@ def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptio
         )
     except Exception as error:  # noqa: BLE001  # a template is code of the model's folder
         raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _joins_parts(template: str) -> bool:
+    """Whether a template has a loop over the parts of a content."""
+    return (
+        re.search(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content|\[['\"]content['\"]\])|content)(?!\w)", template) is not None
+    )
 
 
 def _source(inner: Any) -> str | None:

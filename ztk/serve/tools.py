@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ztk.core.policies.inference import ToolFormat as Format
+from ztk.serve.schemas import prepared
 from ztk.serve.structured import JSON_OPTIONS, Structure, check_size
 from ztk.serve.text import overlap
 from ztk.serve.values import BadRequest, flag, shown
@@ -36,7 +37,7 @@ _ARGUMENTS = {Format.hermes: "arguments", Format.llama3: "parameters", Format.mi
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
     """The tools of a request. functions: parameters by name. named: the one that must be called. required: whether at least one must be
-    called. several: whether an answer may have more than one call.
+    called. several: whether an answer may have more than one call. forbidden: the model sees the tools, but its answers are text.
     """
 
     given: tuple[dict[str, Any], ...]
@@ -44,10 +45,11 @@ class Tools:
     named: str | None = None
     required: bool = False
     several: bool = True
+    forbidden: bool = False
 
 
 def read_tools(body: dict) -> Tools | None:
-    """Returns the tools, or None if the answer is text. Raises BadRequest for invalid tools or choices."""
+    """Returns the tools, or None without any. Raises BadRequest for invalid tools or choices."""
     given, choice = body.get("tools", []), body.get("tool_choice", "auto")
     several = flag(body, name="parallel_tool_calls", usual=True)
     if not isinstance(given, list) or len(given) > _TOOLS:
@@ -62,9 +64,16 @@ def read_tools(body: dict) -> Tools | None:
         raise BadRequest(f"tool_choice names {shown(named)}, which is not among tools", param="tool_choice")
     if choice == "required" and not functions:
         raise BadRequest("tool_choice=required goes with tools: send them", param="tool_choice")
-    if choice == "none" or not functions:
+    if not functions:
         return None
-    return Tools(given=tuple(given), functions=functions, named=named, required=choice == "required", several=several)
+    return Tools(
+        given=tuple(given),
+        functions=functions,
+        named=named,
+        required=choice == "required",
+        several=several,
+        forbidden=choice == "none",
+    )
 
 
 def _named(choice: object) -> str | None:
@@ -143,7 +152,9 @@ def call_structure(tools: Tools, *, format: Format, special: Mapping[int, str]) 
                 "properties": {
                     "name": {"const": name},
                     key: {"type": "object"}
-                    | _moved(tools.functions[name], to=f"{root}/anyOf/{number}/properties/{key}"),
+                    | _moved(
+                        prepared(tools.functions[name], param="tools"), to=f"{root}/anyOf/{number}/properties/{key}"
+                    ),
                 },
                 "required": ["name", key],
                 "additionalProperties": False,

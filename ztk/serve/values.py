@@ -3,7 +3,8 @@
 import json
 import re
 import reprlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 MANY = 1024  # tokens that a field may name, and characters of a text in it
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
@@ -33,6 +34,18 @@ class BadRequest(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+class Parts(str):
+    """A text of several parts, joined by line feeds as vLLM joins them. parts: for templates that join them themselves."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, parts: Iterable[str]) -> Self:
+        texts = tuple(parts)
+        found = super().__new__(cls, "\n".join(texts))
+        found.parts = texts
+        return found
+
+
 def parsed(raw: bytes) -> dict[str, Any]:
     """Parses the JSON object and drops its nulls. Its texts are valid UTF-8: json.loads of bytes would accept half a surrogate pair.
 
@@ -58,9 +71,10 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Formats a value for a message: short, in characters of every encoding."""
+    """Formats a value for a message or the log: short, in printable characters of every encoding."""
     text = value if isinstance(value, str) else _SHORT.repr(value)
-    return (text if len(text) <= 80 else f"{text[:60]}...").encode("utf-8", "backslashreplace").decode()
+    short = text if len(text) <= 80 else f"{text[:60]}..."
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in short)
 
 
 def flag(body: dict, *, name: str, usual: bool = False) -> bool:
@@ -126,7 +140,7 @@ def text_list(body: dict, *, name: str, most: int) -> tuple[str, ...]:
 
 
 def joined_text(content: object, *, name: str, kinds: tuple[str, ...]) -> str:
-    """Returns a content that is a text, or the joined texts of its parts. kinds: types of a part that have a text; errors name the first.
+    """Returns a content that is a text, or the texts of its parts. kinds: types of a part that have a text; errors name the first.
 
     Raises:
         BadRequest: another value, or a part of another type.
@@ -145,4 +159,4 @@ def joined_text(content: object, *, name: str, kinds: tuple[str, ...]) -> str:
             )
         if not isinstance(part.get("text"), str):
             raise BadRequest(f"{name} has a part whose text is no text", param=param)
-    return "".join(part["text"] for part in content)
+    return Parts(part["text"] for part in content)
