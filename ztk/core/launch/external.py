@@ -13,7 +13,6 @@ from pathlib import Path
 from ztk.core.launch.errors import RankFailure
 from ztk.core.policies.records import replace_file
 
-# Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 # Variables of a task: the number of tasks, its number, the number on its machine, and its number there.
 _TASKS = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")),
@@ -25,6 +24,7 @@ _TASKS = {
 }
 _SIZES = tuple(names[0] for names in _TASKS.values())
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# Hydra makes a folder and logs in every process; ranks other than 0 must leave nothing.
 _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
