@@ -5,10 +5,11 @@
     python scripts/compare_engines.py --peers /envs/peers/bin/python --only ztk/int8 llama.cpp/Q8_0 --works 1x512 --json FILE
 
 PYTHON is an environment with llama_cpp (llama-cpp-python), ctranslate2, transformers and torch. Each engine reads the same model: ztk and
-transformers the folder, llama.cpp a GGUF file that ztk exports as F16 and llama.cpp quantises, CTranslate2 the folder of its converter. Works
-are sequences x tokens of the prompt; the prompts are English help texts. Each engine and format is a process that answers all works, and the
-processes take turns. Printed are medians over rounds: tokens of the prompt per CPU second, decoded tokens per CPU second, the largest resident
-memory during the work, and the share of the greedy tokens that equal transformers'.
+transformers the folder, llama.cpp a GGUF file that ztk exports as F16 and llama.cpp quantises, CTranslate2 the folder of its converter. Peers
+run in their defaults, for llama.cpp a cache of keys and values in F16; "fp32 cache" has the precision of the other engines. Works are
+sequences x tokens of the prompt; the prompts are English help texts. Each engine and format is a process that answers all works, and the
+processes take turns. Printed are medians over rounds: tokens of the prompt per CPU second, decoded tokens per CPU second, the largest
+resident memory during the work, and the share of the greedy tokens that equal transformers'.
 """
 
 import argparse
@@ -29,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench import ROOT, append_rows, measured_apart, parser_of, status_bytes, table
 
 WORKS = ("1x512", "8x512", "32x512", "1x2048")
+FP32_CACHE = ", fp32 cache"
 FORMATS = {
     "ztk": ("stored", "int8", "int4"),
     "transformers": ("fp32",),
     "ctranslate2": ("float32", "int8_float32"),
-    "llama.cpp": ("F32", "F16", "Q8_0", "Q4_K_M"),
+    "llama.cpp": ("Q8_0", "Q4_K_M", "F16", "F32", f"F32{FP32_CACHE}", f"Q8_0{FP32_CACHE}"),
 }
 QUANTISED = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0", "Q4_K_M": "MOSTLY_Q4_K_M"}
 # Answers to prompts: (prompts, tokens of each answer) -> the answers.
@@ -139,12 +141,12 @@ def report(found: dict[str, dict[str, dict]], *, given: argparse.Namespace) -> N
             figures = {key: round(one[key], 2) for key in ("prompt", "decode", "megabytes")}
             lines.append(
                 [
-                    *(name, f"{one['prompt']:.0f}", f"{one['decode']:.1f}", f"{one['megabytes']:.0f}"),
+                    *(name, f"{one['decode']:.1f}", f"{one['megabytes']:.0f}", f"{one['prompt']:.0f}"),
                     "" if share is None else f"{share:.0%}",
                 ]
             )
             rows.append({"engine": name, "work": work, "rounds": given.rounds, "equal_tokens": share} | figures)
-        columns = ["engine", "prompt tokens / CPU s", "decoded / CPU s", "peak MB", "greedy tokens as transformers"]
+        columns = ["engine", "decoded / CPU s", "peak MB", "prompt tokens / CPU s", "greedy tokens as transformers"]
         Console(width=110).print(table(f"{work}: sequences x tokens of the prompt", columns, lines, left=["engine"]))
         if given.json:
             append_rows(given.json, rows, machine="one thread", model=given.model.name)
@@ -220,6 +222,7 @@ def open_llama_cpp(model: Path, *, kind: str, scratch: Path) -> Generate:
     silent = llama_cpp.llama_log_callback(lambda *given: None)
     llama_cpp.llama_log_set(silent, ctypes.c_void_p())
     llama_cpp.llama_backend_init()
+    kind, _, cache = kind.partition(", ")
     path = scratch / f"{kind}.gguf"
     if not path.is_file():
         options = llama_cpp.llama_model_quantize_default_params()
@@ -235,7 +238,8 @@ def open_llama_cpp(model: Path, *, kind: str, scratch: Path) -> Generate:
         settings.n_ctx = len(prompts) * (len(prompts[0]) + tokens + 8)
         settings.n_seq_max, settings.n_batch = len(prompts), settings.n_ctx
         settings.n_threads = settings.n_threads_batch = 1
-        settings.type_k = settings.type_v = 0  # fp32, like the other engines
+        if cache:
+            settings.type_k = settings.type_v = 0  # GGML_TYPE_F32; the default is F16
         context = llama_cpp.llama_init_from_model(opened, settings)
         answers: list[list[int]] = [[] for _ in prompts]
         for number in range(tokens):
