@@ -126,7 +126,7 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
     config = composed("task=dpo", "train.eval_every=50", "checkpoint.every=50", "checkpoint.keep_best=true")
     saved = []
     saver = SimpleNamespace(save=lambda **given: saved.append(given["metric"]))
-    process = SimpleNamespace(mesh=OneRank())
+    process = SimpleNamespace(mesh=OneRank(), world_size=1, local_world_size=1)
     engine: Any = SimpleNamespace(global_steps=0, process=process, read_metrics=dict, read_module_metrics=dict)
 
     def stop():
@@ -173,7 +173,11 @@ def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
     run: Any = SimpleNamespace(
         config=config, prompts=1, process=None, metrics={}, best=Best(config), ahead=None, state_dict=dict
     )
-    run.actor, run.buffer = SimpleNamespace(global_steps=0, process=None), SimpleNamespace(is_used_up=False, position=0)
+    process = SimpleNamespace(world_size=1, local_world_size=1)
+    run.actor, run.buffer = (
+        SimpleNamespace(global_steps=0, process=process),
+        SimpleNamespace(is_used_up=False, position=0),
+    )
     run.actor.read_metrics = dict
     run.actor.read_module_metrics = dict
     reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
