@@ -65,6 +65,16 @@ class WholeStep:
         """The learning rate of the first group, before an lr_table multiplies it. 0 for a class without a rate."""
         return self._rate
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer has `train()` and `eval()`, which change the weights for evaluation, as schedule-free ones."""
+        return all(callable(getattr(self.optimizer, name, None)) for name in ("train", "eval"))
+
+    def set_mode(self, name: str) -> None:
+        """Calls `train()` or `eval()`. The parameters must be full."""
+        with self.as_torchs():
+            getattr(self.optimizer, name)()
+
     def step(self, *, update: int, closure: Callable[[], Any] | None = None) -> None:
         """Calls the step. update: its number, from 1 on, for the schedule. The parameters must be full and have their gradients.
 

@@ -123,7 +123,7 @@ class Zero:
         )
         self._update.take_over = weakref.WeakMethod(self._writes.take_over)
         self.gathering.mark_updated = weakref.WeakMethod(self._writes.mark_updated)
-        self._held = built.held
+        self._held, self._is_evaluating = built.held, False
         self._model = model
         if policy.overlap_gather:
             _check_seen(model)
@@ -200,6 +200,28 @@ class Zero:
     def _after_write(self) -> None:
         self.gathering.parameters_change()
         self.reduction.forget()
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Context with the weights that an optimizer of full parameters has for evaluation, if it has `train()` and `eval()`. A collective
+        call, between steps."""
+        if not isinstance(self.optimizer, WholeStep) or not self.optimizer.has_modes or self._is_evaluating:
+            yield
+            return
+        self._set_mode("eval")
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+            self._set_mode("train")
+
+    def _set_mode(self, name: str) -> None:
+        assert self._update.whole is not None
+        self._update.finish()
+        self.gathering.reshard_before_change()
+        self._update.whole.set_mode(name)
+        self.gathering.parameters_change()
 
     @property
     def whole_device(self) -> torch.device:

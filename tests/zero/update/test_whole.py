@@ -219,6 +219,65 @@ def closure_of_sgd(process: Process) -> None:
     engine.step(lambda: None)
 
 
+class Free(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al. 2024): gradients at an interpolation, evaluation at the average."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "beta": 0.5, "count": 0, "trains": False})
+
+    @torch.no_grad()
+    def _move(self, trains):
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        beta = group["beta"]
+                        p.lerp_(self.state[p]["z"], 1 - beta if trains else 1 - 1 / beta)
+                group["trains"] = trains
+
+    def train(self):
+        self._move(True)
+
+    def eval(self):
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["trains"], "call train()"
+            group["count"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                x = p.lerp(z, 1 - 1 / group["beta"]).lerp(z, 1 / group["count"])
+                p.copy_(x.lerp(z, 1 - group["beta"]))
+
+
+def evaluated(process: Process, *, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, losses = build(process, lambda model: Free(model.parameters()), stage=stage), []
+    for step in range(3):
+        train(engine, rank=0, start=step, stop=step + 1)
+        losses.append(float(engine.eval_batch([(targets(9, rank=0),)])))
+    return losses, masters(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_with_a_mode_for_evaluation_gets_it(ranks, stage):
+    model, losses = Model(), []
+    optimizer = Free(model.parameters())
+    for step in range(3):
+        optimizer.train()
+        optimizer.zero_grad()
+        model(targets(step, rank=0)).backward()
+        optimizer.step()
+        optimizer.eval()
+        losses.append(float(model(targets(9, rank=0)).detach()))
+        optimizer.train()
+    found, own = ranks(2).run(evaluated, stage=stage)[0]
+    assert found == losses
+    assert all(torch.equal(own[name], value) for name, value in model.named_parameters())
+
+
 class Keeping(Trust):
     def step(self, closure=None):
         self.state[self.param_groups[0]["params"][0]]["of"] = object()

@@ -224,6 +224,13 @@ class Engine(BatchEngine):
         self.micro_steps += 1
         self._end_step()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Disables gradients and sets eval mode, of the module and of an optimizer that has one. On exit every submodule returns to its
+        previous mode. A collective call with such an optimizer."""
+        with self.zero.evaluated_weights(), super().evaluating():
+            yield
+
     def read_metrics(self) -> StepMetrics:
         """Returns the last step's scalars. On a GPU this waits for the device, so call it at most once per logged step."""
         metrics, step = self.control.read(), self.zero.optimizer

@@ -80,6 +80,8 @@ class WholeUpdate:
 
         self._show(skipped)
         try:
+            if self._step.has_modes and not self._has_stepped:
+                self._step.set_mode("train")
             self._step.step(update=int(control[0, Control.step]), closure=None if evaluate is None else closure)
             self._check_states()
         finally:
@@ -92,6 +94,19 @@ class WholeUpdate:
         self._warn_once()
         self.spill()
         self._book()
+
+    def set_mode(self, name: str) -> None:
+        """Calls `train()` or `eval()` of the optimizer, between steps."""
+        self.fetch()
+        self._gather_weights()
+        self._show(frozenset(place.name for bucket in self._buckets for place in bucket.layout.placements))
+        try:
+            self._step.set_mode(name)
+        finally:
+            self._hide()
+        self._write(averages=False)
+        self._weights = {}
+        self.spill()
 
     def _warn_once(self) -> None:
         """Warns after the first step of states that a checkpoint cannot hold."""
