@@ -17,7 +17,6 @@ from experiments.ranks import started
 from ztk import checkpoint
 from ztk.checkpoint.values import CheckpointValues
 from ztk.config import Config
-from ztk.config import load as load_config
 from ztk.config.evaluating import multiple_of, usual_window
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import is_hugging_face
@@ -25,7 +24,7 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import open_causal
 from ztk.parallel.apply import parallelize
-from ztk.serve.models import Opened, recorded_run, with_tokenizer
+from ztk.serve.models import Opened, recorded_run, run_config, with_tokenizer
 from ztk.train.engine import Engine
 from ztk.train.engine.scoring import EngineScorer
 
@@ -102,7 +101,8 @@ def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
         model, values = open_causal(path, init=ModelInit.pretrained.value, seed=0)
     else:
         step, recorded = recorded_run(folder)
-        run = load_config(recorded / "config.yaml")
+        run = run_config(recorded)
+        run.own = {}  # its loss and optimizer are not used
         if is_hugging_face(run.model):
             run.model.init = ModelInit.pretrained if run.lora.rank else ModelInit.random
             run.model.kernels = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
-from ztk.config import Config, call_later, callback_nodes, find, instantiate, is_own, takes_share
+from ztk.config import Config, call_later, callback_nodes, instantiate, is_own, takes_share, target_of
 from ztk.core.policies.optimizer import OptimizerPolicy
 from ztk.core.runtime.own_forward import OwnForward, replace_forward
 from ztk.data import ItemStream, Share
@@ -139,7 +139,7 @@ def planned_optimizer(config: Config) -> OptimizerPolicy:
 
 def has_torch_scheduler(config: Config) -> bool:
     """Returns whether `scheduler._target_` is a scheduler of torch's or derived from one."""
-    target = find(config.own["scheduler"]["_target_"]) if "scheduler" in config.own else None
+    target = target_of(config.own["scheduler"]) if "scheduler" in config.own else None
     return inspect.isclass(target) and issubclass(target, LRScheduler)
 
 
@@ -209,13 +209,13 @@ def _scheduler(node: Mapping[str, Any], *, optimizer: torch.optim.Optimizer) -> 
 
     def inner(value: Any) -> Any:
         if isinstance(value, Mapping) and "_target_" in value:
-            target = find(value["_target_"])
+            target = target_of(value)
             is_scheduler = inspect.isclass(target) and issubclass(target, LRScheduler)
             return _scheduler(value, optimizer=optimizer) if is_scheduler else instantiate(value)
         return [inner(item) for item in value] if isinstance(value, list | tuple) else value
 
     options = {key: inner(value) for key, value in node.items() if key != "_target_"}
-    return find(node["_target_"])(optimizer=optimizer, **options)
+    return target_of(node)(optimizer=optimizer, **options)
 
 
 def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
@@ -224,7 +224,7 @@ def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
     Raises ValueError for an object that is neither a dataset nor a stream.
     """
     node = config.own["data"]
-    made = instantiate(node, share=share) if takes_share(find(node["_target_"])) else instantiate(node)
+    made = instantiate(node, share=share) if takes_share(target_of(node)) else instantiate(node)
     held_out = made.held_out() if hasattr(made, "held_out") else None
     if all(hasattr(made, name) for name in ("next_batch", "state_dict", "load_state_dict")):
         return made, held_out

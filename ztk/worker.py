@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ztk.config import Config, instantiate, load
+from ztk.config import Config, from_yaml, instantiate
 from ztk.core.launch import RankFailure, failure_of, log_path, memory_path, write_failure
 from ztk.core.launch.output import open_closed_streams
 from ztk.core.launch.tee import keep_output, log_to
@@ -30,7 +30,7 @@ def main() -> None:
     connection as their own error.
     """
     try:
-        failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
+        failure = run_task(from_yaml(Path(sys.argv[1]).read_text(encoding="utf-8")), rank=int(os.environ["RANK"]))
     except KeyboardInterrupt as error:
         leave(interrupt_code(error))
     else:

@@ -1,11 +1,13 @@
 """`checkpoint.resume=RUN` takes the run's options; options on the command line replace them."""
 
 import json
+import re
 
 import pytest
 
 from tests.config.test_config import CPU
-from ztk.config import ConfigError, check_resumed, compose, save, take_run_words
+from ztk.cli.interrupted import resume_line
+from ztk.config import ConfigError, check_resumed, compose, from_yaml, load, save, take_run_words, to_yaml
 
 RUN = ("model=nano", "zero=stage3", "offload=nvme", "offload.block_bytes=8192", "optimizer.lr=2e-3", "launch.ranks=2")
 
@@ -86,5 +88,103 @@ def test_an_environment_of_a_resumed_run_keeps_its_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     save(compose(*words, output_dir=run, machine=CPU), path=run / "config.yaml")
     (run / "overrides.json").write_text(json.dumps(dict(word.split("=") for word in words)))
-    taken = take_run_words([f"checkpoint.resume={run}"]).taken
+    with pytest.raises(ConfigError, match="names code, .* rollout.environment=.* or add trust=true"):
+        take_run_words([f"checkpoint.resume={run}"])
+    taken = take_run_words([f"checkpoint.resume={run}", "trust=true"]).taken
     assert any(word.startswith("rollout.environment=") and f"{tmp_path}/mine.py:Env" in word for word in taken)
+
+
+NAMING = (
+    "model._target_=torch.nn.Linear",
+    "+callbacks.x._target_=mine.Log",
+    "callbacks.x={_target_:mine.Log}",
+    "optimizer.inner={a:[{_target_:os.system}]}",
+    "user._schema_=mine.Options",
+    "task.module=mine",
+    "reward.function=mine.py:score",
+    "reward.functions=[mine:score]",
+    "reward.eval_functions=[mine:score]",
+    "rollout.environment=mine:Env",
+    "hydra.callbacks.x._target_=mine.Log",
+    "hydra/launcher=joblib",
+    "hydra.searchpath=[file:///tmp]",
+    "experiment@callbacks.x=mine",
+    "train.steps=${oc.env:STEPS}",
+    "user.a=${oc.create:${user.b}}",
+)
+
+
+@pytest.mark.parametrize("word", NAMING)
+def test_a_word_of_a_record_that_names_code_acts_if_the_line_repeats_it(run, word):
+    file = run / "overrides.json"
+    key, _, value = word.partition("=")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    line = f"checkpoint.resume={run}"
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(f'{file}: names code')}.* runs none: {re.escape(word)}\. .*trust=true"
+    ):
+        take_run_words([line])
+    assert word in take_run_words([line, "trust=true"]).taken
+    for own in (word, f"{key.lstrip('+')}=other"):
+        again = take_run_words([line, own])
+        assert word not in again.taken and own in again.words
+    assert take_run_words([line, "trust=true"]).words[-1] == line  # no word of a run
+
+
+@pytest.mark.parametrize(
+    "word", ["model=nano", "user.width=8", "augment@user.augment=strong", "reward.function=null", "~loss"]
+)
+def test_other_words_of_a_record_act(run, word):
+    key, _, value = word.partition("=")
+    (run / "overrides.json").write_text(json.dumps({key: value}))
+    assert take_run_words([f"checkpoint.resume={run}"]).taken == (word,)
+
+
+def test_an_option_file_that_takes_its_target_from_a_key_needs_this_key_on_the_line(run, tmp_path):
+    (run / "overrides.json").write_text(json.dumps({"user.kind": "os.system", "train.steps": "3"}))
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    option = tmp_path / "conf" / "model" / "mine.yaml"
+    option.write_text("_target_: mine.Net\nwidth: ${user.width}\n")
+    folders, line = [str(tmp_path / "conf")], f"checkpoint.resume={run}"
+    assert take_run_words([line], folders=folders).taken == ("user.kind=os.system", "train.steps=3")
+    option.write_text("inner:\n  - _target_: ${user.kind}\n")
+    with pytest.raises(ConfigError, match="runs none: user.kind=os.system. "):
+        take_run_words([line], folders=folders)
+    take_run_words([line, "user.kind=mine.Net"], folders=folders)
+
+
+@pytest.mark.parametrize("word", ["trust=true", "trust=false"])
+def test_trust_without_a_record_and_other_values_are_refused(run, word):
+    with pytest.raises(ConfigError, match=f"{word} has no effect without checkpoint.resume=RUN or sweep.resume=FOLDER"):
+        take_run_words([word, "model=nano"])
+    with pytest.raises(ConfigError, match="trust=all: must be true or false"):
+        take_run_words(["trust=all", f"checkpoint.resume={run}"])
+
+
+def test_the_line_that_continues_a_run_repeats_its_code(run):
+    (run / "overrides.json").write_text(json.dumps({"model": "nano", "callbacks.x._target_": "mine.Log"}))
+    assert "callbacks.x._target_=mine.Log checkpoint.resume=" in resume_line(run)
+
+
+def test_texts_with_dollars_are_kept_and_not_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZTK_SECRET", "4f1d7c")
+    config = compose("model=nano", output_dir=tmp_path, machine=CPU)
+    texts = ["${oc.env:ZTK_SECRET}", r"\${a}", r"\\${a}", "a$b", "\\"]
+    config.data.path, config.user = texts, {"own": texts[0]}
+    for read_back in (from_yaml(to_yaml(config)), _loaded(config, path=tmp_path / "config.yaml")):
+        assert read_back.data.path == texts
+        assert to_yaml(read_back) == to_yaml(config)
+
+
+def _loaded(config, *, path):
+    save(config, path=path)
+    return load(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "[]", "model: 3", "a: b: c", "train: {steps: '${x}'}", "model: !!python/name:os.system"]
+)
+def test_a_file_that_is_no_record_is_named(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.yaml: is no record of a run")):
+        load(tmp_path / "config.yaml")

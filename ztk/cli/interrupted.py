@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ztk.config import Config
+from ztk.config import Config, code_words, extra_folders, recorded_words
 from ztk.core.launch import quoted, read_failure
 from ztk.core.policies.records import newest_checkpoint, step_number
 from ztk.report.status import read_summary
+from ztk.report.sweep import read_sweep
 
 
 def saving_notice(config: Config) -> str:
@@ -50,16 +51,24 @@ def newest_step(folder: Path) -> int | None:
 
 
 def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None = None) -> str:
-    """Returns the shell command that continues the run of `folder` in the same folder, from the current directory."""
+    """Returns the shell command that continues the run of `folder` in the same folder, from the current directory.
+
+    It repeats the words that name code, which a resume does not take from the record.
+    """
     path = _shown(folder)
-    words = [*flags, f"checkpoint.resume={_value(path)}", f"hydra.run.dir={_value(path)}"]
+    recorded = [f"{key}={value}" for key, value in recorded_words(folder / "overrides.json").items()]
+    code = code_words(recorded, folders=extra_folders([*flags]))
+    words = [*flags, *code, f"checkpoint.resume={_value(path)}", f"hydra.run.dir={_value(path)}"]
     started = {None: "", "torchrun": "torchrun ... ", "srun": "srun ... "}[starter]
     return f"{started}{_program(started=bool(starter))} {shlex.join(words)}"
 
 
 def sweep_line(folder: Path, *, flags: Sequence[str] = ()) -> str:
     """Returns the command that continues the sweep of `folder`."""
-    return f"{_program()} {shlex.join([*flags, f'sweep.resume={_value(_shown(folder))}'])}"
+    words, record = [f"sweep.resume={_value(_shown(folder))}"], read_sweep(folder)
+    if record is not None and code_words(record.words, folders=extra_folders([*flags])):
+        words.append("trust=true")  # the user has just named this code
+    return f"{_program()} {shlex.join([*flags, *words])}"
 
 
 def _program(*, started: bool = False) -> str:

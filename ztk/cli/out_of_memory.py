@@ -38,13 +38,14 @@ def _last(text: str) -> str:
 
 def main() -> None:
     """Prints the table and writes it into the folder."""
-    from ztk.config import load
+    from ztk.config import from_yaml
     from ztk.worker import import_task
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     measured = json.loads(memory_path(folder, rank=rank).read_text(encoding="utf-8"))
     program = import_task("experiments.out_of_memory")
-    text = "\n".join(program.lines(load(folder / "config.yaml"), rank=rank, measured=measured))
+    config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    text = "\n".join(program.lines(config, rank=rank, measured=measured))
     (folder / "out_of_memory.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -325,7 +325,8 @@ class Session:
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
         self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
         sweep = sweep or any(word.startswith("sweep.resume=") for word in expanded.words)
-        resumed = configuration.take_run_words(expanded.words, has_ranks=self._external is not None)
+        has_ranks = self._external is not None
+        resumed = configuration.take_run_words(expanded.words, has_ranks=has_ranks, folders=extra)
         if resumed.taken:
             self._say(f"options of the run that continues: {shlex.join(resumed.taken)}")
         words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
@@ -333,13 +334,13 @@ class Session:
             folder = next((word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")), _FOLDER)
             config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)
             return configuration.to_explained_yaml(config, acting_alone=asked == "job").rstrip()
-        line = read_line(words, flags=flags)
+        line = read_line(words, flags=flags, trusts=resumed.trusts)
         sys.argv[1:] = configuration.flags_of_hydra(line.flags) + line.words
         if line.options is not None:
-            self._prepare_sweep(line)
+            self._prepare_sweep(line, trusts=resumed.trusts)
         return None
 
-    def _prepare_sweep(self, line: SweepLine) -> None:
+    def _prepare_sweep(self, line: SweepLine, *, trusts: bool) -> None:
         assert line.options is not None
         self._listing = line.options.list
         request = SweepRequest(
@@ -347,6 +348,7 @@ class Session:
             command=os.environ["ZTK_COMMAND"],
             flags=line.own_flags,
             words=line.own_words,
+            trusts=trusts,
             machine=self._machine(),
             shows=self._note_sweep,
             say=self._say,

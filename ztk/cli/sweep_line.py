@@ -6,7 +6,7 @@ from pathlib import Path
 from ztk import config as configuration
 from ztk.config import ConfigError, SweepConfig
 from ztk.core.launch import quoted
-from ztk.report.sweep import SWEEP, read_sweep
+from ztk.report.sweep import SWEEP, SweepRecord, read_sweep
 
 _MULTIRUN = ("-m", "--multirun")
 _NAMED = ("sweep=", "hydra.mode=")
@@ -26,8 +26,8 @@ class SweepLine:
     options: SweepConfig | None = None
 
 
-def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
-    """Parses a line. words, flags: already checked; see `parse_arguments`.
+def read_line(words: list[str], *, flags: list[str], trusts: bool = False) -> SweepLine:
+    """Parses a line. words, flags: already checked; see `parse_arguments`. trusts: whether recorded words may name code.
 
     Raises:
         ConfigError: `sweep.*` without a sweep, `sweep.resume` of a folder without `sweep.json`, or together with `hydra.sweep.dir`.
@@ -36,7 +36,7 @@ def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
     options, words = taken.options, taken.words
     folder = options.resume
     if folder is not None:
-        flags, words = _resumed(flags, words, folder=folder)
+        flags, words = _resumed(flags, words, folder=folder, trusts=trusts)
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith(_NAMED) for word in words)
     if taken.given and not sweeps:
         raise ConfigError([f"{' '.join(taken.given)}: is for a sweep, and this is one run: add -m"])
@@ -50,7 +50,7 @@ def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
     return SweepLine(flags=flags, words=placed, own_flags=tuple(flags), own_words=own, options=options)
 
 
-def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[str], list[str]]:
+def _resumed(flags: list[str], words: list[str], *, folder: str, trusts: bool) -> tuple[list[str], list[str]]:
     """Returns the line's flags and words, or the recorded words if the line has none."""
     record = read_sweep(folder)
     if record is None:
@@ -58,6 +58,22 @@ def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[s
     if any(word.startswith("hydra.sweep.dir=") for word in words):
         raise ConfigError([f"hydra.sweep.dir has no effect with sweep.resume={folder}: leave it out"])
     if not words:
+        if not trusts:
+            _check_record(record, flags=flags, folder=folder)
         flags, words = [*record.flags, *(flag for flag in flags if flag not in record.flags)], list(record.words)
     named = any(word.startswith(_NAMED) for word in words)
     return (flags if named or any(flag in _MULTIRUN for flag in flags) else [*flags, "-m"]), words
+
+
+def _check_record(record: SweepRecord, *, flags: list[str], folder: str) -> None:
+    """Raises ConfigError if recorded words name code, or if a recorded flag, such as `--config-dir`, is not on this line."""
+    path = Path(folder, SWEEP)
+    if new := [flag for flag in record.flags if flag not in (*_MULTIRUN, *flags)]:
+        raise ConfigError(
+            [
+                f"{path}: has the flags {' '.join(new)}, which may name code, and reading a record runs none. Write them on the command line "
+                "again, or add trust=true"
+            ]
+        )
+    words = [word for word in record.words if word != "hydra.mode=MULTIRUN"]
+    configuration.check_named_code(words, record=path, folders=configuration.extra_folders(flags))

@@ -22,7 +22,7 @@ from ztk.config import Config, ConfigError, Machine, RepeatWith, SweepConfig
 from ztk.report.commit import read_commit
 from ztk.report.folder import write_failed_summary, write_json
 from ztk.report.status import Status, read_status
-from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
+from ztk.report.sweep import SWEEP, SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class SweepRequest:
     """The command line's request for a sweep.
 
     options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`.
+    trusts: whether recorded words may name code.
     shows: called before the first job with the folder, the record and the plans by hash.
     say: prints lines.
     """
@@ -38,6 +39,7 @@ class SweepRequest:
     command: str
     flags: tuple[str, ...]
     words: tuple[str, ...]
+    trusts: bool
     machine: Machine
     shows: Callable[[Path, SweepRecord, Mapping[str, JobPlan]], None]
     say: Callable[..., None]
@@ -122,6 +124,9 @@ class JobSweeper(Sweeper):
         return record if old is None else self._continue(old, asked=record, folder=folder)
 
     def _continue(self, old: SweepRecord, *, asked: SweepRecord, folder: Path) -> SweepRecord:
+        if not self.request.trusts:
+            recorded = [word for job in old.jobs for word in (*job.overrides, *job.options)]
+            configuration.check_named_code(recorded, record=folder / SWEEP, given=self.request.words)
         continued = continue_sweep(
             old, asked=asked, folder=folder, compose=lambda words: self._compose(words, folder=folder)
         )

@@ -17,13 +17,14 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
+from ztk.config.named_code import check_named_code, code_words
 from ztk.config.other_models import config_with, is_text_model
-from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share
+from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share, target_of
 from ztk.config.planning import hardware_values
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
-from ztk.config.resumed import take_run_words
+from ztk.config.resumed import recorded_words, take_run_words
 from ztk.config.rewards import evaluation_config, has_rewards, open_rewards, prepare_rewards
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
 from ztk.config.text import prepare_text, text_policy, tokenizer_of_run
@@ -47,7 +48,9 @@ __all__ = [
     "call_later",
     "callback_nodes",
     "check_doubled",
+    "check_named_code",
     "check_resumed",
+    "code_words",
     "compose",
     "conf_dir",
     "config_with",
@@ -78,6 +81,7 @@ __all__ = [
     "prepare_rewards",
     "prepare_text",
     "reads_documents",
+    "recorded_words",
     "refusal",
     "rename_keys",
     "save",
@@ -85,6 +89,7 @@ __all__ = [
     "take_run_words",
     "take_sweep_keys",
     "takes_share",
+    "target_of",
     "text_policy",
     "to_config",
     "to_explained_yaml",

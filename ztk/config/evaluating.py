@@ -1,14 +1,11 @@
 """`task=eval` with the training engine: when it is used, on which model, and its rules."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-
-import yaml
 
 from ztk.config.keys import read
 from ztk.config.other_models import model_of_folder
-from ztk.config.renamed import rename_recorded
+from ztk.config.record import load
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -16,10 +13,10 @@ from ztk.core.policies.evaluation import EvalEngine
 from ztk.core.policies.inference import WeightFormat
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.model import ModelConfig
 from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig
-from ztk.core.policies.records import run_folder
-from ztk.core.policies.runs import by_training
+from ztk.core.policies.records import run_record
+from ztk.core.policies.runs import by_training, is_own
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
 
@@ -54,7 +51,7 @@ def take_evaluated(config: Config) -> list[str]:
     if not folder.is_dir():
         return []  # reported by its declaration
     try:
-        config.model = _model_of(folder, usual=config.model)
+        config.model = _model_of(folder)
     except (ImportError, ValueError) as error:
         return [str(error)]
     if not any(key == "precision" or key.startswith("precision.") for key in config.given):
@@ -110,7 +107,7 @@ def evaluating_faults(config: Config) -> Iterator[str]:
         yield f"topology.schedule={written(schedule)} orders backwards, and task=eval has none: leave it out"
 
 
-def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
+def _model_of(folder: Path) -> ModelConfig:
     """Returns the model in a run folder, a checkpoint or a transformers folder. Raises ValueError if there is none."""
     from ztk.inference.packed import MANIFEST  # imported late: it imports torch
 
@@ -121,22 +118,24 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
         )
     if (folder / "config.json").is_file():
         return model_of_folder(folder, kernels=False, key="inference.model")
-    recorded = _record_of(folder)
-    if recorded["task"]["name"] == "reward":
+    run = _record_of(folder)
+    if run.task.name == "reward":
         raise ValueError(
             f"inference.model={folder}: task=reward trained a model of rewards, which writes no text; name another run"
         )
-    known = {name: value for name, value in recorded["model"].items() if name in vars(usual)}
-    if known.get("init") is not None:
-        known["init"] = ModelInit(known["init"])
-    return replace(usual, **known)
+    if is_own(run, section="model"):
+        raise ValueError(
+            f"inference.model={folder}: its model is {run.model.name} (model._target_), and reading a record runs no code; build the model in "
+            "a script and fill it with ztk.checkpoint.load"
+        )
+    return run.model
 
 
-def _record_of(folder: Path) -> dict:
+def _record_of(folder: Path) -> Config:
     """Returns the recorded configuration of a run, found by its folder or one of its checkpoints. Raises ValueError if there is none."""
-    run = run_folder(folder)
-    if run is None:
+    record = run_record(folder)
+    if record is None:
         raise ValueError(
             f"inference.model={folder}: is neither a run folder, nor a checkpoint below one, nor a folder with a config.json; name one of them"
         )
-    return rename_recorded(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    return load(record)

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ztk.config.keys import derive
+from ztk.config.record import load
 from ztk.core.policies.config import Config
-from ztk.core.policies.records import run_folder
+from ztk.core.policies.records import run_record
 
 FILE = "generation_config.json"
 # Field of the file -> key of `sampling`.
@@ -81,9 +80,8 @@ def take_generation(config: Config) -> list[str]:
 def generation_file(path: str) -> Path | None:
     """Returns the file in the folder `path`. A run or checkpoint of `model=hf` uses the file of its base model."""
     folder = Path(path).expanduser()
-    if not (folder / FILE).is_file() and not (folder / "config.json").is_file() and (run := run_folder(path)):
-        recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
-        folder = Path((recorded.get("model") or {}).get("path") or folder)
+    if not (folder / FILE).is_file() and not (folder / "config.json").is_file() and (run := run_record(path)):
+        folder = Path(load(run).model.path or folder)
     return folder / FILE if (folder / FILE).is_file() else None
 
 

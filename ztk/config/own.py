@@ -77,6 +77,17 @@ OBJECTS = {
 }
 
 
+class Recorded(dict):
+    """A node of a record. It is compared, and `instantiate` refuses it."""
+
+
+def recorded(value: Any) -> Any:
+    """Returns nested values whose mappings are `Recorded`."""
+    if isinstance(value, Mapping):
+        return Recorded({key: recorded(entry) for key, entry in value.items()})
+    return [recorded(entry) for entry in value] if isinstance(value, list) else value
+
+
 def is_own_key(config: Config, *, key: str) -> bool:
     """Returns whether `key` belongs to a user's object."""
     section, _, name = key.partition(".")
@@ -166,7 +177,9 @@ def take_objects(values: dict[str, Any]) -> dict[str, Any]:
 
 def written_user(user: Any) -> dict[str, Any]:
     """Returns the group `user` in the form that `take_user` reads."""
-    values: Any = OmegaConf.to_container(OmegaConf.structured(user) if is_dataclass(user) else OmegaConf.create(user))
+    values: Any = OmegaConf.to_container(
+        OmegaConf.structured(user) if is_dataclass(user) else OmegaConf.create(user), enum_to_str=True
+    )
     return {SCHEMA: f"{type(user).__module__}.{type(user).__qualname__}", **values} if is_dataclass(user) else values
 
 
@@ -344,13 +357,24 @@ def find(path: Any) -> Any:
     raise ModuleNotFoundError(f"No module named {parts[0]!r}")
 
 
+def target_of(node: Mapping[str, Any]) -> Any:
+    """Imports and returns the class or function of a node. Raises ValueError for a node of a record, and as `find`."""
+    if isinstance(node, Recorded):
+        raise ValueError(f"{TARGET}={node[TARGET]}: is named by the record of a run, and reading a record runs no code")
+    return find(node[TARGET])
+
+
 def instantiate(node: Mapping[str, Any], *passed: Any, **more: Any) -> Any:
-    """Creates the object of a node like `hydra.utils.instantiate`. passed, more: arguments in addition to the node's keys."""
+    """Creates the object of a node like `hydra.utils.instantiate`. passed, more: arguments in addition to the node's keys.
+
+    Raises ValueError for a node of a record.
+    """
     from hydra.utils import instantiate as hydra_instantiate
 
+    target_of(node)
     return hydra_instantiate(dict(node), *passed, _convert_="all", **more)
 
 
 def call_later(node: Mapping[str, Any]) -> Any:
     """Returns a callable for repeated use: an instance of a class, or a function with the node's keys bound."""
-    return instantiate(node if inspect.isclass(find(node[TARGET])) else {**node, "_partial_": True})
+    return instantiate(node if inspect.isclass(target_of(node)) else {**node, "_partial_": True})

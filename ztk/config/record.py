@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 
 from ztk.config.errors import ConfigError
 from ztk.config.keys import no_values, run_keys
-from ztk.config.own import USER, nameless, nodes_of, take_objects, take_user, written_user
+from ztk.config.own import USER, nameless, nodes_of, recorded, take_objects, take_user, written_user
 from ztk.config.renamed import hint_of, rename_recorded
 from ztk.core.policies.config import Config
 
@@ -102,20 +102,47 @@ def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike) -> Config:
-    """Reads a file of `save`."""
-    return from_yaml(Path(path).read_text(encoding="utf-8"))
+    """Reads a record, a file of `save`, as data: nothing that it names is imported, and its objects cannot be created.
+
+    Raises ConfigError for a file that is no such record.
+    """
+    path = Path(path)
+    try:
+        config, user = _parsed(path.read_text(encoding="utf-8"))
+    except (OmegaConfBaseException, yaml.YAMLError, AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError([f"{path}: is no record of a run ({' '.join(str(error).split())})"]) from None
+    config.own, config.user = recorded(config.own), user
+    return config
 
 
 def from_yaml(text: str) -> Config:
-    """Parses the text of `to_yaml`. Raises ConfigError for values that `user._schema_` rejects."""
-    choices = OmegaConf.create(text)
+    """Parses the text of `to_yaml` for a rank of the run itself. Raises ConfigError for values that `user._schema_` rejects."""
+    config, user = _parsed(text)
+    choices = OmegaConf.create({USER: user})
     if faults := take_user(choices):
         raise ConfigError(faults)
-    choices, own, user = without_objects(choices)
-    recorded = rename_recorded(OmegaConf.to_container(choices))
-    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), recorded))
-    config.own, config.user = own, user
+    node: Any = choices[USER]
+    config.user = node if OmegaConf.get_type(node) is dict else OmegaConf.to_object(node)
     return config
+
+
+def _parsed(text: str) -> tuple[Config, dict[str, Any]]:
+    """Returns a configuration without `user`, and `user` as plain values. Interpolations are texts, because `to_yaml` has resolved them."""
+    values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    user = values.pop(USER, None) or {}
+    own = take_objects(values)
+    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), _literal(rename_recorded(values))))
+    config.own = own
+    return config, user
+
+
+def _literal(value: Any) -> Any:
+    """Returns nested values in which OmegaConf finds no interpolation."""
+    if isinstance(value, dict):
+        return {key: _literal(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_literal(entry) for entry in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tuple[DictConfig, dict[str, Any], Any]:

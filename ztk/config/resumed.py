@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ztk.config.keys import named_by, read, run_keys
+from ztk.config.named_code import check_named_code, take_trust
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 from ztk.core.launch import quoted
@@ -23,27 +24,28 @@ _OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """words: the run's words followed by the command line's. taken: the run's words."""
+    """words: the run's words followed by the command line's, without `trust`. taken: the run's words. trusts: the value of `trust`."""
 
     words: list[str]
     taken: tuple[str, ...] = ()
+    trusts: bool = False
 
 
-def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
+def take_run_words(words: Sequence[str], *, has_ranks: bool = False, folders: Sequence[str] = ()) -> Resumed:
     """Adds the options with which the run of `checkpoint.resume=RUN` was started.
 
     Words of the command line replace the run's; an option of a group (`offload=none`) also replaces the run's keys of that group. `auto`
     continues the folder's own run with a repeated command line, so nothing is added.
 
-    has_ranks: whether another launcher has started the ranks.
+    has_ranks: whether another launcher has started the ranks. folders: of the user's option files.
+
+    Raises ConfigError if a word of the run names code, unless the command line sets its key, too, or has `trust=true`.
     """
+    words, trusts = take_trust(words)
     record = _record(words)
     if record is None or not (path := record.with_name("overrides.json")).is_file():
-        return Resumed(words=list(words))
-    try:
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return Resumed(words=list(words))
+        return Resumed(words=words, trusts=trusts)
+    recorded = recorded_words(path)
     given = {named_by(word) for word in words}
     config = load(record)
     left = (*_LEFT, *(_OF_RANKS if has_ranks else ()))
@@ -59,7 +61,19 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
         text = value if absolute is None else _written(absolute)
         taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)
     taken = rename_keys(taken).words
-    return Resumed(words=[*taken, *words], taken=tuple(taken))
+    if not trusts:
+        check_named_code(taken, record=path, given=words, folders=folders)
+    return Resumed(words=[*taken, *words], taken=tuple(taken), trusts=trusts)
+
+
+def recorded_words(path: Path) -> dict[str, str]:
+    """Returns key -> value of `overrides.json`. Empty if it cannot be read."""
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    values = recorded.items() if isinstance(recorded, dict) else ()
+    return {key: value for key, value in values if isinstance(value, str)}
 
 
 def _record(words: Sequence[str]) -> Path | None:

@@ -265,11 +265,16 @@ def _flat(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Returns key -> value of the resolved configuration."""
+    """Returns key -> value of the resolved configuration. Raises ValueError for a file that is no record."""
+    path = folder / "config.yaml"
     try:
-        values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: is no record of a run ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: is no record of a run; take it out of the folder")
     return {key: _value(value) for key, value in _flat(values) if key != "output_dir"}
 
 

@@ -80,7 +80,7 @@ class SweepRecord:
 def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
     """Reads `sweep.json` of the folder. Returns None if there is none.
 
-    Raises RecordError if it is truncated, or belongs to another program.
+    Raises RecordError if it is truncated, belongs to another program, or names a job's folder outside of its own.
     """
     path = Path(folder, SWEEP)
     try:
@@ -94,6 +94,10 @@ def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
             f"{path}: is not the record of a sweep of ztk; take it out of the folder, or name another folder"
         )
     jobs = tuple(SweepJob(**{key: _tuple(value) for key, value in job.items()}) for job in values["jobs"])
+    if outside := [job.folder for job in jobs if not re.fullmatch(r"[\w-]+", job.folder)]:
+        raise RecordError(
+            f"{path}: has a job in {outside[0]!r}, which is no name of a folder; take the record out of the folder"
+        )
     grid = values["grid"]
     return SweepRecord(**{key: _tuple(value) for key, value in values.items()} | {"jobs": jobs, "grid": grid})
 

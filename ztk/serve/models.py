@@ -16,7 +16,7 @@ from ztk.config import load as load_config
 from ztk.config.generation import end_tokens, generation_file
 from ztk.core.policies.data import DataName
 from ztk.core.policies.records import run_folder
-from ztk.core.policies.runs import reads_documents
+from ztk.core.policies.runs import is_own, reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.hf.causal import empty_causal, transformers_module
 from ztk.inference import UnreadModel
@@ -70,7 +70,7 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
     if (folder / "config.json").is_file():
         return with_tokenizer(folder, module=folder_module(folder))
     step, recorded = recorded_run(folder)
-    config = load_config(recorded / "config.yaml")
+    config = run_config(recorded)
     return with_tokenizer(folder, module=trained_model(config, step=step, ema=ema).eval())
 
 
@@ -83,14 +83,14 @@ def with_tokenizer(folder: Path, *, module: nn.Module | UnreadModel) -> Opened:
     if (folder / "config.json").is_file():
         return _of_transformers(folder, name=folder.name, module=module)
     _, recorded = recorded_run(folder)
-    return _of_run(recorded, name=recorded.name, config=load_config(recorded / "config.yaml"), module=module)
+    return _of_run(recorded, name=recorded.name, config=run_config(recorded), module=module)
 
 
 def open_packed_model(packed: Packed) -> Opened:
     """Opens a folder of packed weights with its tokenizer."""
     name = packed.extra["name"]
     if (packed.path / "config.yaml").is_file():
-        return _of_run(packed.path, name=name, config=load_config(packed.path / "config.yaml"), module=packed)
+        return _of_run(packed.path, name=name, config=run_config(packed.path), module=packed)
     return _of_transformers(packed.path, name=name, module=packed)
 
 
@@ -117,6 +117,20 @@ def recorded_run(folder: Path) -> tuple[Path, Path]:
             "python -m ztk.checkpoint export, and name the exported folder"
         )
     return step, recorded
+
+
+def run_config(recorded: Path) -> Config:
+    """Returns the configuration of a run. recorded: the folder with its config.yaml.
+
+    Raises ValueError if it is no record, or if its model is an object of a user's, which reading a record does not create.
+    """
+    config = load_config(recorded / "config.yaml")
+    if is_own(config, section="model"):
+        raise ValueError(
+            f"inference.model={recorded}: its model is {config.model.name} (model._target_), and reading a record runs no code; build the "
+            "model in a script and fill it with ztk.checkpoint.load"
+        )
+    return config
 
 
 def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Packed | UnreadModel) -> Opened:

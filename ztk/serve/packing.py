@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ztk.checkpoint.gguf.reading import model_folder
-from ztk.config import load as load_config
 from ztk.core.policies.inference import calibration_faults
 from ztk.core.policies.records import weight_files
 from ztk.data.documents import Fault, read_documents
@@ -33,6 +32,7 @@ from ztk.serve.models import (
     open_model,
     open_packed_model,
     recorded_run,
+    run_config,
     stored_parameters,
     trained_model,
     with_tokenizer,
@@ -157,7 +157,7 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
 def _is_own_family(folder: Path) -> bool:
     """Returns whether the engine implements the model's forward, also for a run."""
     if not (folder / "config.json").is_file():
-        base = load_config(recorded_run(folder)[1] / "config.yaml").model.path
+        base = run_config(recorded_run(folder)[1]).model.path
         return base is None or read_config(base).model_type in FAMILIES
     return read_config(str(folder)).model_type in FAMILIES
 
@@ -168,7 +168,7 @@ def _source(folder: Path, *, ema: bool) -> _Source:
             open_model(str(folder), ema=True)  # raises the reason
         return _of_transformers(folder)
     step, recorded = recorded_run(folder)
-    config = load_config(recorded / "config.yaml")
+    config = run_config(recorded)
     text = [(recorded / "config.yaml", "config.yaml")]
     if (recorded / "tokenizer").is_dir():
         text.append((recorded / "tokenizer", "tokenizer"))
@@ -235,7 +235,7 @@ def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = Non
         files = _files_of_transformers(folder)
     else:
         step, recorded = recorded_run(folder)
-        base = load_config(recorded / "config.yaml").model.path
+        base = run_config(recorded).model.path
         files = [*step.rglob("*"), recorded / "config.yaml", *(recorded / "tokenizer").rglob("*")]
         files += [] if base is None else _files_of_transformers(Path(base))
     files += [] if calibration is None else [Path(calibration).expanduser()]
