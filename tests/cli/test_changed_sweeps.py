@@ -45,7 +45,7 @@ def test_an_option_file_that_changed_is_named_and_its_old_value_goes_on(tmp_path
     before = everything(folder)
 
     options(conf, mine=NANO.replace("layers: 2", "layers: 3"))
-    refused = run("sweep.resume=D", cwd=tmp_path)
+    refused = run("sweep.resume=D", "trust=true", cwd=tmp_path)
     assert refused.returncode == 2 and everything(folder) == before
     own = "launch.ranks=1 train.steps=1 logger=disabled"
     for words in (
@@ -55,16 +55,16 @@ def test_an_option_file_that_changed_is_named_and_its_old_value_goes_on(tmp_path
         f"zero=stage0,stage1 {own} model.layers=2 sweep.resume=",
     ):
         assert words in refused.stderr, refused.stderr
-    assert run(*line, "sweep.resume=D", cwd=tmp_path).returncode == 2 and everything(folder) == before
-    listed = run("sweep.resume=D", "sweep.list=true", cwd=tmp_path)
+    assert run(*line, "sweep.resume=D", "trust=true", cwd=tmp_path).returncode == 2 and everything(folder) == before
+    listed = run("sweep.resume=D", "trust=true", "sweep.list=true", cwd=tmp_path)
     assert listed.returncode == 0 and "model.layers=3 now" in listed.stderr and listed.stdout.count("pending") == 1
 
-    goes_on = run(*line, "model.layers=2", "sweep.resume=D", cwd=tmp_path)
+    goes_on = run(*line, "model.layers=2", "sweep.resume=D", "trust=true", cwd=tmp_path)
     assert goes_on.returncode == 0, goes_on.stderr
     assert states(folder) == ["done", "done"] and layers_of(folder) == [2, 2]
     assert everything(folder / first).items() <= before.items()
     complete = everything(folder)
-    assert run("sweep.resume=D", cwd=tmp_path).returncode == 0 and everything(folder) == complete
+    assert run("sweep.resume=D", "trust=true", cwd=tmp_path).returncode == 0 and everything(folder) == complete
 
 
 def test_an_option_file_that_changes_while_a_sweep_runs_starts_no_other_job(tmp_path):
@@ -84,21 +84,21 @@ def test_a_job_that_was_refused_has_one_folder_when_the_cause_is_gone(tmp_path):
     old = json.loads((folder / "sweep.json").read_text())["jobs"][1]["folder"]
 
     options(conf, other=NANO.replace("layers: 2", "layers: 3"))
-    again = run("sweep.resume=D", cwd=tmp_path)
+    again = run("sweep.resume=D", "trust=true", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("rank 0 of 1") == 1 and states(folder) == ["done", "done"]
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(job["folder"] for job in jobs)
     assert old not in (job["folder"] for job in jobs) and layers_of(folder) == [2, 3]
     complete = everything(folder)
-    assert run("sweep.resume=D", cwd=tmp_path).returncode == 0 and everything(folder) == complete
+    assert run("sweep.resume=D", "trust=true", cwd=tmp_path).returncode == 0 and everything(folder) == complete
 
 
 def test_keys_of_the_recorded_grid_count_in_later_jobs(tmp_path):
     line = (*options(tmp_path / "conf"), "launch.ranks=1", "train.steps=1")
     assert run(*line, "launch.threads=1,2", "hydra.sweep.dir=D", cwd=tmp_path).returncode == 0
     for threads in (2, 4, 8):
-        done = run(*line, f"launch.threads={threads}", "sweep.resume=D", cwd=tmp_path)
+        done = run(*line, f"launch.threads={threads}", "sweep.resume=D", "trust=true", cwd=tmp_path)
         assert done.returncode == 0 and done.stdout.count("rank 0 of 1") == (threads > 2), done.stderr
     assert states(tmp_path / "D") == ["done"] * 4
 

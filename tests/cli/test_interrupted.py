@@ -12,7 +12,7 @@ from tests.commands import run_command
 from tests.slow.test_kill_runs import kill_often
 from ztk.cli.jobs import Job
 from ztk.cli.session import Session
-from ztk.config import ConfigError
+from ztk.config import ConfigError, compose, save
 from ztk.core.launch.processes import Child, run_children
 from ztk.core.launch.signals import noted_signals
 from ztk.report.status import Status
@@ -46,7 +46,7 @@ def test_the_last_step_is_saved_and_answers(tmp_path):
 
 def test_a_run_without_a_checkpoint_is_named_before_anything_starts(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("")
+    save(compose(output_dir=tmp_path / "run"), path=tmp_path / "run" / "config.yaml")
     for key, task in (("inference.model", "generate"), ("checkpoint.resume", "pretrain"), ("warm_start.path", "sft")):
         done = run_command(f"task={task}", f"{key}=run", cwd=tmp_path)
         assert done.returncode == 2 and f"{key}=run: this run has no checkpoint" in done.stderr, done.stderr

@@ -47,20 +47,20 @@ def test_failed_jobs_start_again_and_finished_ones_stay(tmp_path):
     first = folder / record["jobs"][0]["folder"]
     before = everything(first)
 
-    listed = run("sweep.resume=D", "sweep.list=true", cwd=tmp_path)
+    listed = run("sweep.resume=D", "trust=true", "sweep.list=true", cwd=tmp_path)
     assert listed.returncode == 0 and "failed" in listed.stdout and "rank 0" not in listed.stdout
     refused = run(*line, cwd=tmp_path)
     assert refused.returncode == 2 and "sweep.resume=" in refused.stderr
-    none = run("sweep.resume=D", "sweep.retries=0", cwd=tmp_path)
+    none = run("sweep.resume=D", "trust=true", "sweep.retries=0", cwd=tmp_path)
     assert none.returncode == 1 and "rank 0" not in none.stdout
 
-    again = run("sweep.resume=D", cwd=tmp_path)
+    again = run("sweep.resume=D", "trust=true", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert states(folder) == ["done", "done"] and everything(first) == before
     assert "began at commit" not in again.stderr
     (folder / "sweep.json").write_text(json.dumps(record | {"commit": "another"}))
     complete = everything(folder)
-    last = run("sweep.resume=D", cwd=tmp_path)
+    last = run("sweep.resume=D", "trust=true", cwd=tmp_path)
     assert last.returncode == 0 and f"the sweep began at commit another, this is {record['commit']}" in last.stderr
     assert everything(folder) == complete
 
@@ -93,14 +93,14 @@ def test_repeats_are_interleaved_and_two_commands_exclude_each_other(tmp_path):
     hangs = environment({"rank": 0, "step": 1, "how": "hang"})
     with subprocess.Popen(command, cwd=tmp_path, env=hangs, stdout=subprocess.DEVNULL) as sweep:
         wait_for(lambda: list(tmp_path.glob("D/*/pid0")))
-        other = run("sweep.resume=D", cwd=tmp_path)
+        other = run("sweep.resume=D", "trust=true", cwd=tmp_path)
         assert other.returncode == 2 and "another command runs this sweep" in other.stderr
-        listed = run("sweep.resume=D", "sweep.list=true", cwd=tmp_path)
+        listed = run("sweep.resume=D", "trust=true", "sweep.list=true", cwd=tmp_path)
         assert "running" in listed.stdout and listed.stdout.count("pending") == 3
         sweep.send_signal(signal.SIGKILL)
-    listed = run("sweep.resume=D", "sweep.list=true", cwd=tmp_path)
+    listed = run("sweep.resume=D", "trust=true", "sweep.list=true", cwd=tmp_path)
     assert "dead" in listed.stdout and listed.stdout.count("pending") == 3
-    again = run("sweep.resume=D", cwd=tmp_path)
+    again = run("sweep.resume=D", "trust=true", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     jobs = json.loads((tmp_path / "D" / "sweep.json").read_text())["jobs"]
     assert [(job["overrides"][1], job["repeat"]) for job in jobs] == [
@@ -138,7 +138,7 @@ def test_a_killed_job_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path):
     ) as sweep:
         wait_for(lambda: list(tmp_path.glob("killed/*/checkpoints/step-000004/manifest.json")))
         sweep.send_signal(signal.SIGKILL)
-    resumed = run("sweep.resume=killed", cwd=tmp_path)
+    resumed = run("sweep.resume=killed", "trust=true", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "continues after step" in resumed.stdout
     straight = run(*TRAINS, "hydra.sweep.dir=straight", cwd=tmp_path)

@@ -66,13 +66,17 @@ def _resumed(flags: list[str], words: list[str], *, folder: str, trusts: bool) -
 
 
 def _check_record(record: SweepRecord, *, flags: list[str], folder: str) -> None:
-    """Raises ConfigError if recorded words name code, or if a recorded flag, such as `--config-dir`, is not on this line."""
+    """Raises ConfigError if recorded words name code, or a recorded flag that is not on this line may."""
     path = Path(folder, SWEEP)
-    if new := [flag for flag in record.flags if flag not in (*_MULTIRUN, *flags)]:
+    plain = [*_MULTIRUN, *flags]
+    for place in configuration.extra_folders([*record.flags]):
+        if not configuration.folder_names_code(place):
+            plain += ["--config-dir", "-cd", place, f"--config-dir={place}"]
+    if new := [flag for flag in record.flags if flag not in plain]:
         raise ConfigError(
             [
-                f"{path}: has the flags {' '.join(new)}, which may name code, and reading a record runs none. Write them on the command line "
-                "again, or add trust=true"
+                f"{path}: has the flags {' '.join(new)}, which name code, and reading a record runs none. If you trust this code, write these "
+                "flags on the command line again, or add trust=true"
             ]
         )
     words = [word for word in record.words if word != "hydra.mode=MULTIRUN"]

@@ -17,7 +17,7 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
-from ztk.config.named_code import check_named_code, code_words
+from ztk.config.named_code import check_named_code, code_words, folder_names_code
 from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share, target_of
 from ztk.config.planning import hardware_values
@@ -61,6 +61,7 @@ __all__ = [
     "find",
     "find_reference",
     "flags_of_hydra",
+    "folder_names_code",
     "folders_of_run",
     "from_yaml",
     "hardware_values",

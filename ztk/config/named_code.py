@@ -4,10 +4,13 @@ A continued run or sweep takes the words of its record. Of these, a word that na
 `trust=true`. So do Hydra's own settings, some of which name classes, and resolvers (`${oc.env:TOKEN}`).
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ztk.config.arguments import read_option
 from ztk.config.errors import ConfigError
@@ -64,6 +67,23 @@ def code_words(recorded: Sequence[str], *, folders: Sequence[str] = ()) -> list[
     return [word for word in dict.fromkeys(recorded) if names_code(word) or (is_open and _is_of_user(word))]
 
 
+def folder_names_code(folder: str) -> bool:
+    """Returns whether an option file below a recorded folder may name code, or cannot be read."""
+    return any(_file_names_code(file) for file in Path(folder).rglob("*.yaml"))
+
+
+def _file_names_code(file: Path) -> bool:
+    try:
+        text, pairs = file.read_text(encoding="utf-8"), list(_leaves(read_option(file)[1]))
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+        return True
+    last = {name.rpartition(".")[2] for name in _code_keys()}  # a file's package may be any section
+    return any(
+        "hydra" in f"{text}{key}{value}" or names_code(f"{key}={value}") or key.rpartition(".")[2] in last
+        for key, value in pairs
+    )
+
+
 def names_code(word: str) -> bool:
     """Returns whether a word of the command line may name code, or sets Hydra itself."""
     key, _, value = word.lstrip("+~").partition("=")
@@ -72,9 +92,13 @@ def names_code(word: str) -> bool:
         return True
     if any(mark in word for mark in (TARGET, SCHEMA)) or _RESOLVER.search(value):
         return True
-    declared = run_keys().get(name)
-    is_name = name == _MODULE or (declared is not None and isinstance(declared.paths, ObjectNames))
-    return is_name and value not in _NOTHING
+    return name in _code_keys() and value not in _NOTHING
+
+
+@functools.cache
+def _code_keys() -> frozenset[str]:
+    """Returns the keys of ztk that name modules, functions and classes."""
+    return frozenset([_MODULE, *(name for name, key in run_keys().items() if isinstance(key.paths, ObjectNames))])
 
 
 def _is_of_user(word: str) -> bool:
