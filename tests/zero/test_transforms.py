@@ -1,6 +1,8 @@
 """torch's transforms of functions, modules and parameters work on an engine's model, or an error names the fix."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +103,75 @@ def test_a_transform_works_or_names_the_way_out(ranks, stage):
     for said in ranks(2).run(transformed, stage=stage):
         for name, (part, stages) in REFUSED.items():
             assert part in said[name] if stage in stages else said[name] == "works", (name, said[name])
+
+
+def results(model: nn.Module, *, weights: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Gradients, gradients per sample and a directional derivative of `weights`, and a gradient of the input."""
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+    def one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return loss(weights, x[None], y[None])
+
+    tangents = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    return {
+        "grad": torch.func.grad(loss)(weights, x, y),
+        "per sample": torch.func.vmap(torch.func.grad(one), (None, 0, 0))(weights, x, y),
+        "jvp": torch.func.jvp(lambda weights: loss(weights, x, y), (weights,), (tangents,)),
+        "vjp": torch.func.vjp(lambda weights: loss(weights, x, y), weights)[1](torch.ones(()))[0],
+        "of the input": torch.func.grad(lambda x: loss(weights, x, y))(x),
+    }
+
+
+def check_full(process, *, stage: int) -> list[str]:
+    """Compares transforms of full weights with a model's without an engine. Returns the errors of weights that are not full."""
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))
+    model, (x, y), plain = engine.module, scripts.data(0), scripts.build()
+    expected = results(plain, weights={name: value.detach() for name, value in plain.named_parameters()}, x=x, y=y)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(model.parameters())):
+        copies = {name: value.detach().clone() for name, value in model.named_parameters()}
+        inside = results(model, weights={name: value.detach() for name, value in model.named_parameters()}, x=x, y=y)
+        of_input = torch.func.grad(lambda x: F.cross_entropy(model(x), y))(x)
+    # Other kernels for other memory may sum the products of at most 32 terms in another order, with errors of 2^-24 each.
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    close(inside, expected)
+    close(of_input, expected["of the input"])
+    close(results(model, weights=copies, x=x, y=y), expected)
+
+    def in_context() -> None:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            torch.func.grad(lambda x: model(x).sum())(x)
+
+    said = []
+    head = {name: value for name, value in copies.items() if name.startswith("fc2")}
+    for call in (
+        lambda: torch.func.grad(lambda x: torch.vmap(model)(x).sum())(x),
+        lambda: torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(head),
+        lambda: torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(
+            {name: value.detach() for name, value in model.named_parameters()}
+        ),
+        in_context,
+    ):
+        try:
+            call()
+            said.append("works")
+        except RuntimeError as error:
+            said.append(str(error))
+    scripts.loop(process, engine, steps=1)  # it still trains
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_transforms_of_full_weights_have_the_values_of_a_plain_model(ranks, stage):
+    for said in ranks(2).run(check_full, stage=stage):
+        *sharded, in_context = said
+        if stage < 3:
+            assert sharded == ["works"] * 3
+        else:
+            assert all("Pass copies of all of them by torch.func.functional_call" in each for each in sharded), sharded
+            assert "enter it inside torch.no_grad()" in in_context
 
 
 def trained(process, *, stage: int, make) -> tuple[str, list[float]]:

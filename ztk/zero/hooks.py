@@ -24,11 +24,11 @@ from ztk.core.runtime.own_forward import replace_forward
 from ztk.core.runtime.saved_tensors import PackedOutside, active_hooks
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.gathering import Gathering, Unit, inside_backward
-from ztk.zero.parameters.released import is_released
+from ztk.zero.parameters.released import is_released, lacks_values
 
 _DIFFERENTIATES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 _innermost_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
-_COPY = "or take a copy: copy.deepcopy(model) inside deepspeed.zero.GatheredParameters(list(model.parameters())),"
+_transforms = torch._C._functorch.get_interpreter_stack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,8 @@ class ModelHooks:
         @functools.wraps(module.forward)
         def forward(*args, **kwargs):
             nonlocal was_inside
-            _check_transforms()
+            if self._is_transformed(module):
+                return self._forwards[module](*args, **kwargs)
             is_inside = is_part and self._gathering.open_units > 0
             if not inside_backward():
                 was_inside = is_inside
@@ -123,6 +124,36 @@ class ModelHooks:
             return self._gather_before_backward(unit, output=output) if gathers_first else output
 
         replace_forward(module, by=forward)
+
+    def _is_transformed(self, module: nn.Module) -> bool:
+        """Whether a transform such as torch.func.grad differentiates this forward, which needs no gathering: `functional_call` has replaced
+        all parameters, or GatheredParameters keeps them.
+
+        Raises RuntimeError inside torch.jit.trace, and for a transform of sharded parameters, whose backward would run after their release.
+        """
+        if _is_tracing():
+            raise RuntimeError(
+                "torch.jit.trace of a model at zero stage 3 would record how weights are gathered. Trace it before initialize, "
+                "or take a copy: copy.deepcopy(model) inside deepspeed.zero.GatheredParameters(list(model.parameters())), and trace that"
+            )
+        if _innermost_transform() is None or not any(level.key() in _DIFFERENTIATES for level in _transforms()):
+            return False
+        if all(self._is_full(parameter) for parameter in module.parameters()):
+            return True
+        raise RuntimeError(
+            "torch.func.grad, vjp, jvp, jacrev and hessian of a model at zero stage 3 need full weights, which are released after its forward. "
+            "Pass copies of all of them by torch.func.functional_call: {name: parameter.detach().clone() for name, parameter in "
+            "model.named_parameters()} inside deepspeed.zero.GatheredParameters(list(model.parameters())), or of "
+            "engine.zero.full_parameters(). Or use torch.autograd.grad or torch.autograd.forward_ad on the engine's output, or stages 0 to 2. "
+            "torch.vmap works"
+        )
+
+    def _is_full(self, parameter: Tensor) -> bool:
+        """Whether `parameter` (any shape) keeps its values after the forward. A transform wraps those that it differentiates."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+            parameter = torch._C._functorch.get_unwrapped(parameter)
+        bucket = self._bucket_of.get(parameter)
+        return not lacks_values(parameter) if bucket is None else bucket.residency.pins > 0
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
         """Keeps a unit gathered until the model's forward ends if it returns views of its parameters. The model itself returns copies."""
@@ -198,21 +229,6 @@ class ModelHooks:
             assert saved.bucket.full is not None
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.restore() if isinstance(saved, PackedOutside) else saved
-
-
-def _check_transforms() -> None:
-    """Raises RuntimeError inside torch.jit.trace, and inside torch.func.grad and similar transforms, whose backward runs after the weights
-    are released."""
-    if (level := _innermost_transform()) is not None and level.key() in _DIFFERENTIATES:
-        raise RuntimeError(
-            "torch.func.grad, vjp, jvp, jacrev and hessian do not work on a model at zero stage 3, whose weights are released after its "
-            f"forward. Use torch.autograd.grad or torch.autograd.forward_ad on the engine's output, {_COPY} or stages 0 to 2. torch.vmap works"
-        )
-    if _is_tracing():
-        raise RuntimeError(
-            f"torch.jit.trace of a model at zero stage 3 would record how weights are gathered. Trace it before initialize, {_COPY} and trace "
-            "that"
-        )
 
 
 def act_on_access(

@@ -20,6 +20,11 @@ _accepted: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # parameter -> its version when its values were last written back
 
+_TRANSFORMED = (
+    "torch.func.grad, vjp, jacrev and hessian inside deepspeed.zero.GatheredParameters, which lets graphs made inside run backward after it: "
+    "enter it inside torch.no_grad(), or copy the weights in it and pass the copies by torch.func.functional_call after it"
+)
+
 
 class GatheredParameters:
     """Unshards parameters on every rank inside the context.
@@ -61,12 +66,14 @@ class GatheredParameters:
             self._saving.enter_context(hooks.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Raises RuntimeError for parameters that were changed without modifier_rank."""
+        """Raises RuntimeError for parameters that were changed without modifier_rank, and for torch.func's refusal of saved tensor hooks."""
         self._saving.close()
         if self._modifier_rank is not None:
             _count_modifiers(self._params, by=-1)
         if kind is not None:
             unpin(self._params, source=None)
+            if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+                raise RuntimeError(_TRANSFORMED) from error
         elif self._modifier_rank is not None:
             unpin(self._params, source=self._modifier_rank)
             _accepted.update((parameter, parameter._version) for parameter in self._params)

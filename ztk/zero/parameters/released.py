@@ -91,6 +91,11 @@ def is_released(parameter: Tensor) -> bool:
     return isinstance(parameter, _Released)
 
 
+def lacks_values(tensor: Tensor) -> bool:
+    """Whether `tensor` (any shape) is a released parameter, a view of one, or computed from one."""
+    return isinstance(tensor, _Guard)
+
+
 class _Guard:
     """Mixed into the classes of released parameters and of their views."""
 
