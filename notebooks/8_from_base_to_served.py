@@ -44,6 +44,7 @@ TRAIN = (
     "launch.ranks=2",
     "launch.threads=1",
     "logger=disabled",
+    "optimizer.betas=[0.9,0.95]",
     "scheduler=constant",
     "scheduler.warmup_steps=1",
 )
@@ -123,7 +124,7 @@ drawn = ask(RUNS / "sft", records=asked, folder=RUNS / "ask_pairs")
 pairs = write_lines(preferences(asked, rejected=drawn.texts), to=DATA / "pairs.jsonl")
 DPO = (
     *("task=dpo", *TRAIN, *batch(SIZES.pairs), *OFFLOADED, f"data.path={pairs}"),
-    *(f"warm_start.path={RUNS / 'sft'}", "optimizer.lr=5e-5"),
+    *(f"warm_start.path={RUNS / 'sft'}", "optimizer.lr=5e-5", "dpo.beta=0.5", "dpo.sft_weight=1"),
 )
 run_once(*DPO, f"train.steps={SIZES.dpo_steps}", folder=RUNS / "dpo")
 evaluate("dpo", RUNS / "dpo")

@@ -35,7 +35,10 @@ from ztk.rl.align import Frontier
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 10  # steps per point: 1,280 answers, so that the standard error of a reward is at most 0.014
-COMMON = ("launch.ranks=1", "launch.device=cpu", "logger=disabled", "scheduler.warmup_steps=0")
+BETAS = "optimizer.betas=[0.9,0.95]"
+COMMON = ("launch.ranks=1", "launch.device=cpu", "logger=disabled", "scheduler.warmup_steps=0", BETAS)
+PAIRS = ("task=dpo", "dpo.beta=0.5", "dpo.length_normalised=false")
+WITH_SFT = (*PAIRS, "dpo.sft_weight=1")
 METHODS = {  # name -> choices
     "grpo": ("task=grpo",),
     "dr_grpo": ("task=grpo", "algorithm=dr_grpo"),
@@ -44,10 +47,10 @@ METHODS = {  # name -> choices
     "cispo": ("task=grpo", "algorithm=cispo"),
     "rloo": ("task=grpo", "algorithm=rloo"),
     "ppo": ("task=ppo",),
-    "dpo": ("task=dpo",),
-    "ipo": ("task=dpo", "dpo.loss=ipo"),
-    "hinge": ("task=dpo", "dpo.loss=hinge"),
-    "dpo without sft": ("task=dpo", "dpo.sft_weight=0"),
+    "dpo": WITH_SFT,
+    "ipo": (*WITH_SFT, "dpo.loss=ipo"),
+    "hinge": (*WITH_SFT, "dpo.loss=hinge"),
+    "dpo without sft": (*PAIRS, "dpo.sft_weight=0"),
 }
 
 

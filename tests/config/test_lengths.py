@@ -73,6 +73,6 @@ def test_rollouts_have_room_for_prompts_and_answers(lines, tmp_path):
     make("Llama", vocab_size=300, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     train_tokenizer().save_pretrained(tmp_path / "model")
     config = composed(*words, path, "model=hf", f"model.path={tmp_path / 'model'}")
-    assert config.rollout.max_tokens == 256 and config.data.seq_len > 256
+    assert config.rollout.max_tokens == 512 and config.data.seq_len > 512
     with pytest.raises(ConfigError, match="use warm_start.steps=0"):
         composed("task=dpo", lines(pair(3), pair(4)), "warm_start.steps=5")

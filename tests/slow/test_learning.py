@@ -48,7 +48,7 @@ def claims(work: Path) -> dict[str, Claim]:
             shown=("validation_accuracy",),
         ),
         "dpo": Claim(
-            words=("task=dpo",),
+            words=("task=dpo", "dpo.beta=0.5", "dpo.sft_weight=1"),
             holds=lambda found: found["reward"] >= 0.95 and found["greedy_reward"] >= 0.95 and found["kl"] <= 3,
             shown=("reward", "greedy_reward", "kl"),
         ),

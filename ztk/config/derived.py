@@ -11,7 +11,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.keys import derive, fill, read, run_keys, write
 from ztk.config.record import load
 from ztk.config.topology import replicas_of, settled_ranks
-from ztk.core.policies.align import WITHOUT_REFERENCE, DpoReferenceName
+from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName
 from ztk.core.policies.config import Config
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
@@ -28,7 +28,7 @@ from ztk.core.policies.runs import (
     is_hugging_face,
     is_own,
 )
-from ztk.core.policies.schedule import wsd_steps
+from ztk.core.policies.schedule import SchedulerName, wsd_steps
 from ztk.core.policies.train import Evaluated
 
 SMALL = 5_000_000  # up to this number of parameters, the option files' rates apply
@@ -41,27 +41,33 @@ FROM_SCRATCH = (
     (100e9, 1.5e-4, "Llama at 65B"),
     (float("inf"), 6e-5, "GPT-3 at 175B"),
 )
-# Task -> learning rate of full pretrained weights, of adapters, and the source.
+# Task -> learning rate of full pretrained weights, of adapters, and the source. docs/trl_defaults.md compares them with TRL's.
 PRETRAINED = {
     "pretrain": (2e-5, 2e-4, "TRL and PEFT"),
     "sft": (2e-5, 2e-4, "TRL and PEFT"),
-    "reward": (1e-5, 1e-4, "TRL's example"),
+    "reward": (1e-4, 1e-3, "TRL"),
     "dpo": (1e-6, 1e-5, "TRL"),
     "distill": (2e-5, 2e-4, "TRL and PEFT"),
     "grpo": (1e-6, 1e-5, "TRL"),
     "ppo": (3e-6, 3e-5, "TRL"),
 }
 CRITIC = (9e-6, 9e-5, "OpenRLHF")
+OF_TRL = (*ALIGNING, "grpo")  # tasks with TRL's defaults
 _HIGHER = ("reward", "accuracy", "margin")  # metrics for which larger is better
 
 
 def derive_choices(config: Config) -> None:
     """Sets learning rates, the reference, the metric of checkpoints and evaluations, unless the user set them."""
     _derive_rate(config)
+    if config.task.name in OF_TRL:
+        _derive_trls(config)
     dpo = config.dpo
     if config.task.name == "dpo" and dpo.loss in WITHOUT_REFERENCE:
         reason = f"dpo.loss={dpo.loss.value} has no reference"
         derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
+        derive(config, key="dpo.sft_weight", value=1.0, reason=f"dpo.loss={dpo.loss.value} (TRL)")
+    if config.task.name == "dpo" and dpo.loss is DpoLossName.ipo:
+        derive(config, key="dpo.length_normalised", value=True, reason="dpo.loss=ipo (TRL)")
     _derive_metric(config)
     needs_evaluations = {"train.until_loss", "train.patience"} & config.given
     if holds_nothing_out(config) and config.train.eval_every and not needs_evaluations:
@@ -76,8 +82,7 @@ def _derive_rate(config: Config) -> None:
     if config.optimizer.name not in (OptimizerName.adamw, OptimizerName.adam):
         return
     size = active_parameters(model)
-    is_trained = is_hugging_face(model) and model.init is ModelInit.pretrained
-    if is_trained or (size > SMALL and config.warm_start.path is not None):
+    if is_trained(model) or (size > SMALL and config.warm_start.path is not None):
         rates = {"optimizer.lr": PRETRAINED[task]} | ({"critic.lr": CRITIC} if task == "ppo" else {})
         start = "adapters of pretrained weights" if config.lora.rank else "pretrained weights"
         for key, (full, adapters, who) in rates.items():
@@ -86,6 +91,23 @@ def _derive_rate(config: Config) -> None:
     elif size > SMALL:
         rate, who = next((rate, who) for most, rate, who in FROM_SCRATCH if size <= most)
         derive(config, key="optimizer.lr", value=rate, reason=f"{size // 10**6:,}M parameters from scratch ({who})")
+
+
+def _derive_trls(config: Config) -> None:
+    """Sets the betas of AdamW, and the schedule for pretrained weights, to TRL's defaults."""
+    reason = f"task={config.task.name} (TRL)"
+    if not is_own(config, section="optimizer") and config.optimizer.name in (OptimizerName.adamw, OptimizerName.adam):
+        derive(config, key="optimizer.betas", value=[0.9, 0.999], reason=reason)
+    chosen = any(key.partition(".")[0] == "scheduler" for key in config.given) or is_own(config, section="scheduler")
+    if is_trained(config.model) and not chosen:
+        reason = f"task={config.task.name} of pretrained weights (TRL)"
+        for key, value in (("name", SchedulerName.linear), ("warmup_steps", 0), ("final", 0.0)):
+            derive(config, key=f"scheduler.{key}", value=value, reason=reason)
+
+
+def is_trained(model: ModelConfig) -> bool:
+    """Returns whether the run starts from the weights of a model of transformers."""
+    return is_hugging_face(model) and model.init is ModelInit.pretrained
 
 
 def active_parameters(model: ModelConfig) -> int:

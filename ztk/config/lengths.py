@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from ztk.rl.align import Example, Prompt
 
 _ROW = 8  # row lengths of a batch are multiples of this
-ANSWER = 256  # tokens of a pretrained model's answer, TRL's max_completion_length
+ANSWER, DISTILLED = (
+    512,
+    128,
+)  # tokens of a pretrained model's answer: TRL's max_completion_length, and GKD's max_new_tokens
 KEY = "data.seq_len"
 
 
@@ -190,10 +193,13 @@ def _take_from_prompts(config: Config) -> list[str]:
 
 
 def _take_answers(config: Config) -> None:
-    """`rollout.max_tokens` of a pretrained model."""
+    """`rollout.max_tokens` and the temperature of draws for a pretrained model."""
     if is_hugging_face(config.model):
-        value = min(ANSWER, config.model.max_seq_len // 2)
-        derive(config, key="rollout.max_tokens", value=value, reason="TRL's max_completion_length")
+        distills = config.task.name == "distill"
+        most, of = (DISTILLED, "GKD's max_new_tokens") if distills else (ANSWER, "max_completion_length")
+        derive(config, key="rollout.max_tokens", value=min(most, config.model.max_seq_len // 2), reason=f"TRL's {of}")
+        if distills:
+            derive(config, key="rollout.temperature", value=0.9, reason="GKD's temperature in TRL")
 
 
 def _derive(config: Config, *, longest: int, kind: str) -> None:

@@ -40,6 +40,14 @@ def test_options_of_the_other_trainers_exist():
         assert re.match(r"`task=\w+", choices)
 
 
+def test_the_defaults_are_trls_or_have_a_reason():
+    """The page is made from TRL's classes and ztk's configuration of today. `python -m tests.rl.align.trl_defaults` writes it."""
+    pytest.importorskip("trl")
+    from tests.rl.align import trl_defaults
+
+    assert trl_defaults.page() == trl_defaults.PAGE.read_text(encoding="utf-8")
+
+
 def test_the_command_is_accepted(monkeypatch, tmp_path):
     from tests.hf import small
     from ztk.config import Machine
