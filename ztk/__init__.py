@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ztk.core.precision import PrecisionPolicy as PrecisionPolicy
     from ztk.core.runtime import Process as Process
     from ztk.core.runtime import Topology as Topology
+    from ztk.core.runtime.logged import log as log
     from ztk.core.runtime.part import Part as Part
     from ztk.deepspeed import initialize as initialize
     from ztk.inference import Generator as Generator
@@ -81,6 +82,7 @@ _HOMES = {
     "ZeroPolicy": "ztk.core.policies.zero",
     "initialize": "ztk.deepspeed",
     "load": "ztk.report",
+    "log": "ztk.core.runtime.logged",
     "lr_table": "ztk.optim",
     "parallelize": "ztk.parallel.apply",
     "plan": "ztk.planner",

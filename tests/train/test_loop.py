@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ztk
+from tests.parallel.topology.runs import Strategy, arranged, make_engine, train_step
 from tests.report.test_report import make_reporter
 
 
@@ -23,13 +25,13 @@ class Squares(nn.Module):
         return self.layer(x).square().mean()
 
 
-def engine_of(**options: Any) -> ztk.Engine:
+def engine_of(model: nn.Module | None = None, **options: Any) -> ztk.Engine:
     torch.manual_seed(0)
     options = {
         "optimizer": ztk.OptimizerPolicy(lr=0.1),
         "precision": ztk.PrecisionPolicy(dtype=torch.float32),
     } | options
-    return ztk.parallelize(Squares(), process=ztk.Process.start(device="cpu"), **options)
+    return ztk.parallelize(model or Squares(), process=ztk.Process.start(device="cpu"), **options)
 
 
 def loop_of(engine: ztk.Engine, folder: Path, *callbacks: Any, steps: int = 2, **options: Any) -> list[dict]:
@@ -122,6 +124,106 @@ def test_a_value_after_the_row_is_refused(tmp_path, hook):
     saves: dict[str, Any] = {"saver": Saver(), "saves": lambda step, ends: True}
     with pytest.raises(ValueError, match=r"loop.measured\['mine'\]: the step's row is written: add it in after_step"):
         loop_of(engine_of(), tmp_path, Writes("mine", hook=hook), **saves)
+
+
+class Logs(Squares):
+    """Logs in its forward, of which a part is repeated in the backward for inputs of 1. repeats: in torch's reentrant or its other way."""
+
+    def __init__(self, *, repeats: bool | None = None) -> None:
+        super().__init__()
+        self.repeats = repeats
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ztk.log("mine.mean", x.mean())
+        plain = self.repeats is None or x.detach().mean() > 1
+        hidden = self.inner(x) if plain else checkpoint(self.inner, x, use_reentrant=self.repeats)
+        return hidden.square().mean()
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        ztk.log("mine.parts", x.detach().mean())
+        out = self.layer(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: ztk.log("mine.hook", gradient.sum() * 0 + 2))
+        return out
+
+
+@pytest.mark.parametrize("repeats", [None, False, True])
+def test_values_of_a_model_are_means_over_calls(tmp_path, repeats):
+    """Over two micro-batches. A repeated forward does not count again, hooks of gradients do."""
+    torch.manual_seed(0)
+    engine = engine_of(Logs(repeats=repeats), accumulation_steps=2)
+
+    class Hook:
+        def after_step(self, loop, *, loss):
+            ztk.log("mine.step", loop.step)
+
+    xs = [torch.full((2, 4), value, requires_grad=True) for value in (1.0, 4.0)]
+    rows = loop_of(engine, tmp_path, Hook(), train_step=lambda step: engine.train_batch([(x,) for x in xs]))
+    assert [row["mine.step"] for row in rows] == [1, 2]
+    assert [row["mine.mean"] for row in rows] == [2.5, 2.5]
+    assert [row["mine.parts"] for row in rows] == [2.5, 2.5] and rows[0]["mine.hook"] == 2.0
+
+
+def test_values_of_an_evaluation_have_a_name_of_their_own(tmp_path):
+    engine = engine_of(Logs())
+    x = torch.ones(2, 4)
+
+    def evaluate() -> float:
+        return engine.eval_batch([(3 * x,)]).item()
+
+    rows = loop_of(engine, tmp_path, evaluate=evaluate, eval_every=1, steps=2)
+    assert rows[0]["validation_mine.mean"] == 3.0 and rows[0]["mine.mean"] == 3.5
+
+
+def test_log_outside_of_a_loop_does_nothing_and_refuses_inside(tmp_path):
+    assert ztk.log("lr", "no number") is None
+    for name, value, said in (
+        ("lr", 1.0, "ztk.log: 'lr' is a column of ztk's"),
+        ("mine", "one", r"ztk.log\('mine', ...\) got a str: give a number"),
+        ("mine", torch.ones(2), r"got a Tensor of shape \(2,\)"),
+        (None, 1.0, "None is no name"),
+    ):
+
+        class Hook:
+            def before_step(self, loop, name=name, value=value):
+                ztk.log(name, value)
+
+        with pytest.raises(ValueError, match=said):
+            loop_of(engine_of(), tmp_path, Hook())
+
+    class Twice:
+        def after_step(self, loop, *, loss):
+            ztk.log("mine", 1.0)
+            loop.measured["mine"] = 2.0
+
+    with pytest.raises(ValueError, match="'mine': two values have this name"):
+        loop_of(engine_of(), tmp_path, Twice())
+
+
+def logs_of_rank(process: ztk.Process, *, pipeline: bool, folder: str) -> list[dict]:
+    """Every rank logs its number, and the last layer, which one stage of a pipeline has, another value."""
+    placed = arranged(process, topology=ztk.Topology(pipeline=2) if pipeline else ztk.Topology())
+    engine = make_engine(placed, strategy=Strategy(stage=0 if pipeline else 3))
+    for name, module in engine.module.named_modules():
+        if name == "norm":
+            module.register_forward_hook(lambda *given: ztk.log("mine.norm", 7.0))
+
+    class Hook:
+        def after_step(self, loop, *, loss):
+            ztk.log("mine.rank", process.rank)
+
+    with make_reporter(Path(folder), total_steps=2, comm=process.comm) as reporter:
+        step = lambda number: torch.tensor(train_step(engine, step=number))  # noqa: E731
+        ztk.Loop(engine, train_step=step, steps=2, reporter=reporter, callbacks=[Hook()]).run()
+        reporter.finish()
+    engine.close()
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_values_are_means_over_ranks(ranks, tmp_path, pipeline):
+    rows, _ = ranks(2).run(logs_of_rank, pipeline=pipeline, folder=str(tmp_path))
+    assert [(row["mine.rank"], row["mine.norm"]) for row in rows] == [(0.5, 7.0)] * 2
 
 
 def test_a_summary_keeps_its_keys(tmp_path):

@@ -15,6 +15,7 @@ from ztk.checkpoint.model import persistent_buffers, tied_names
 from ztk.core.runtime import Comm
 from ztk.core.runtime.part import Part
 from ztk.train.engine import Engine
+from ztk.train.engine.full import is_cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +58,6 @@ def full_state_dict(
     wanted = {name for name, item in held.items() if item.trainable or not exclude_frozen}
     state = {name: value for name, value in values.items() if name in wanted}
     return state | {name: state[first] for name, first in ties.items() if first in wanted}
-
-
-def is_cut(engine: Engine) -> bool:
-    """Returns whether tensor, pipeline or expert parallelism gives ranks different parts of the model."""
-    topology = engine.process.mesh.topology
-    return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
 def _parameters_held(engine: Engine) -> dict[str, _Held]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Comm
+from ztk.core.runtime.logged import Logged
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gauges
@@ -167,12 +168,14 @@ class Reporter:
         module_metrics: Callable[[], Mapping[str, Any]] | None = None,
         row: bool = False,
         values: Mapping[str, Any] | None = None,
+        logged: Logged | None = None,
     ) -> None:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
         metrics: called if the step has a row. module_metrics: called then too, for metrics of modules since the last row.
-        row: forces a row. values: further ones, such as `validation_loss`; they imply a row.
+        row: forces a row. values: further ones, such as `validation_loss`; they imply a row. logged: the step's calls of `ztk.log`, read if
+        the step has a row.
 
         Raises ValueError if two of these have a column of one name.
         """
@@ -182,12 +185,12 @@ class Reporter:
         timed = self._kernels.is_due(step)
         ends = (self._first_step + 1, self._policy.total_steps)
         if row or values or timed or step in ends or step % self._policy.every == 0:
-            written = self._rows.build(metrics())
-            for more in (
-                values or {},
-                module_metrics() if module_metrics else {},
-                self._kernels.read() if timed else {},
-            ):
+            logged = logged or Logged()
+            written, has_logged = self._rows.build(metrics(), num_logged=len(logged))
+            parts = [values or {}, module_metrics() if module_metrics else {}, self._kernels.read() if timed else {}]
+            if has_logged:
+                parts.append(logged.means(self._comm))
+            for more in parts:
                 written = _joined(written, more=more)
             for outlet in self._outlets(step):
                 outlet.row(written)

@@ -106,15 +106,15 @@ class RowBuilder:
         self._losses.append(loss.detach().reshape(1).double())
         self._new_tokens += tokens
 
-    def build(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Returns the row of the last step, the same on every rank."""
+    def build(self, metrics: StepMetrics, *, num_logged: int = 0) -> tuple[dict[str, Any], bool]:
+        """Returns the row of the last step, the same on every rank, and whether any rank has `num_logged` above 0."""
         steps = len(self._losses)
         now = self._now()
         flows = {key: total - self._mark.flows[key] for key, total in now.flows.items()}
         counters = self._gauges.memory_bytes() | {
             key: total // steps for key, total in flows.items() if key.endswith("_bytes")
         }
-        losses, largest = self._gather_all(list(counters.values()))
+        losses, (*largest, most_logged) = self._gather_all([*counters.values(), num_logged])
         for loss in losses:
             self.digest.update(loss)
         self.first_loss = losses[0] if self.first_loss is None else self.first_loss
@@ -139,7 +139,7 @@ class RowBuilder:
         self.flows = {key: total + flows[key] for key, total in self.flows.items()}
         self._losses, self._new_tokens = [], 0
         self._mark = _Mark(flows=now.flows, time=self._mark.time + seconds)
-        return row
+        return row, most_logged > 0
 
     def summary(self) -> dict[str, Any]:
         """Returns the metrics of the steps for `summary.json`.

@@ -5,12 +5,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ztk.checkpoint.errors import SaveFailed
 from ztk.core.runtime.interrupts import Interrupts
+from ztk.core.runtime.logged import Logged, logging_to
 from ztk.core.runtime.sources import check_sources
 from ztk.report import Reporter
 from ztk.train.engine import Engine
@@ -27,6 +29,9 @@ class Callback:
 
     def before_step(self, loop: "Loop") -> None:
         """Called before the step's first forward."""
+
+    def before_update(self, loop: "Loop") -> None:
+        """Called between the last backward and the update, when `loop.engine.full_grad(name)` is this step's gradient."""
 
     def after_step(self, loop: "Loop", *, loss: Tensor) -> None:
         """Called after the update. loss: this replica's mean, a scalar on the device."""
@@ -93,7 +98,7 @@ class Loop:
         """
         self.engine, self.reporter, self.saver = engine, reporter, saver
         self.step, self.steps, self.tokens = engine.global_steps, steps, tokens
-        self._measured = Measured()
+        self._measured, self._logged = Measured(), Logged()
         self.row_values: Callable[[], Mapping[str, Any]] = dict
         self.is_regular = False
         self.ended_by: str | None = None
@@ -123,14 +128,20 @@ class Loop:
         if the ranks of several nodes run different code.
         """
         check_sources(self.engine.process)
+        if any(hasattr(callback, "before_update") for callback in self._callbacks):
+            self.engine.before_update = partial(self._call, "before_update")
         first = self.step + 1
-        with Interrupts(self.engine.process, is_active=self.saver is not None) as interrupts:
-            while self.step < self.steps and self.ended_by is None:
-                self.step += 1
-                started = time.monotonic()
-                self._run_step(interrupts)
-                if self.step > first:  # which compiles
-                    self._check_grace(time.monotonic() - started)
+        try:
+            with Interrupts(self.engine.process, is_active=self.saver is not None) as interrupts:
+                while self.step < self.steps and self.ended_by is None:
+                    self.step += 1
+                    started = time.monotonic()
+                    with logging_to(Logged()) as self._logged:
+                        self._run_step(interrupts)
+                    if self.step > first:  # which compiles
+                        self._check_grace(time.monotonic() - started)
+        finally:
+            self.engine.before_update = None
         if self._unsaved:
             self._say(f"the checkpoints of these steps were not saved: {', '.join(map(str, self._unsaved))}")
         return self.ended_by
@@ -142,11 +153,15 @@ class Loop:
         """
         assert self._evaluate is not None, "the loop was given something to evaluate"
         self._call("before_evaluation")
-        found = self._evaluate()
+        with logging_to(Logged()) as logged:
+            found = self._evaluate()
         values = found if isinstance(found, Mapping) else {"validation_loss": found}
         loss = values.get("validation_loss", math.nan)
         with self._writing("evaluate"):
             self.measured |= {**self.row_values(), **values}
+        with self._writing("ztk.log"):
+            means = logged.means(self.engine.comm)
+            self.measured |= {f"validation_{name}": value for name, value in means.items()}
         self.row_values = dict
         self._call("after_evaluation", loss=loss)
         return loss
@@ -167,7 +182,7 @@ class Loop:
         saves = self.saver is not None and (interrupted or self._is_saved())
         self._record(loss, row=saves or interrupted or self.ended_by is not None)
         if saves:
-            self._measured.is_recorded = True
+            self._measured.is_recorded = self._logged.is_recorded = True
             self._save(
                 metric=self._metric(self.measured) if self._metric is not None and evaluated else None,
                 is_last=interrupted or self.ended_by is not None or self.step == self.steps,
@@ -189,6 +204,7 @@ class Loop:
                 module_metrics=self._module_metrics,
                 row=row,
                 values=self.measured,
+                logged=self._logged,
             )
 
     def _module_metrics(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ztk.deepspeed.engine.gradients import divisor_of, local_gradient
 from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.optim import TorchStep, WholeStep
+from ztk.train.engine.engine import LIVE
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
@@ -21,7 +22,7 @@ from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Returns the master weight, or None for a parameter without an engine."""
-    owner = owner_of(param)
+    owner = owner_of(param) or _owner_in_loop(param)
     return None if owner is None else _read(owner, kind=weights_of(owner))
 
 
@@ -31,7 +32,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Available between the backward at a boundary and `step()`. Inside `no_sync`, returns this rank's local sum so far, divided only by the
     accumulation steps. Otherwise, and for a parameter without an engine, returns None.
     """
-    owner = owner_of(param)
+    owner = owner_of(param) or _owner_in_loop(param)
     if owner is None or not owner.is_trained:
         return None
     gradient = _read(owner, kind=GRADIENT)
@@ -150,6 +151,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     owner = _fitting(param, value=value)
     _check_state(owner, key=optim_state_key, sets=True)
     _write(owner, value=value, kind=optim_state_key, local=True)
+
+
+def _owner_in_loop(param: nn.Parameter) -> Owner | None:
+    """Returns the owner of a parameter whose engine `initialize` has not made, such as one of `ztk.Loop`."""
+    for engine in LIVE:
+        for bucket in engine.zero.buckets:
+            for own, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
+                if own is param:
+                    return Owner(engine=engine, bucket=bucket, name=placement.name, number=0)
+    return None
 
 
 def weights_of(owner: Owner) -> str:

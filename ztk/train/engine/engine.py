@@ -4,6 +4,7 @@ Losses have the model's output dtype.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,10 +21,13 @@ from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parallel.pipeline.layers import MicroBatch
 from ztk.train.engine.batches import BatchEngine
 from ztk.train.engine.control import StepControl, StepMetrics
+from ztk.train.engine.full import full_value
 from ztk.train.engine.overflow import OverflowGuard
 from ztk.zero.parameters.partitioned import ZeroInitContext
 from ztk.zero.reduction import Backward
 from ztk.zero.zero import Zero
+
+LIVE: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # engines that are not closed
 
 
 class Engine(BatchEngine):
@@ -60,6 +64,10 @@ class Engine(BatchEngine):
         self._module_metrics = module_metrics
         self.script_optimizer: ScriptOptimizer | None = None  # the caller's torch optimizer, if its step runs
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
+        self.before_update: Callable[[], None] | None = (
+            None  # called by `step` at a boundary, when gradients are complete
+        )
+        LIVE.add(self)
 
     def __call__(self, *args, **kwargs):
         """Runs the module's forward."""
@@ -176,6 +184,8 @@ class Engine(BatchEngine):
         self.micro_steps += 1
         if not boundary:
             return False
+        if self.before_update is not None:
+            self.before_update()
         with self.clock.phase("optimizer"), self._inside_script_optimizer():
             self.control.decide(self.zero.sum_of_squares())
             try:
@@ -231,6 +241,23 @@ class Engine(BatchEngine):
         with self.zero.evaluated_weights(), super().evaluating():
             yield
 
+    def full_grad(self, name: str) -> Tensor:
+        """Returns the gradient of a parameter for this step, fp32 in the full shape on every rank, in any layout: averaged over ranks and
+        micro-batches, without loss scale, before clipping. A collective call in `Callback.before_update`, or between the last backward
+        of a step and `step()`.
+
+        Raises RuntimeError at another time, and ValueError for a name without a trained parameter.
+        """
+        found = full_value(self, name=name, is_gradient=True)
+        return found / (self.control.loss_scale * self.control.gradient_divisor)
+
+    def full_parameter(self, name: str) -> Tensor:
+        """Returns a parameter with the optimizer's precision, fp32 in the full shape on every rank, in any layout. A collective call.
+
+        Raises ValueError for a name without a parameter.
+        """
+        return full_value(self, name=name, is_gradient=False)
+
     def read_metrics(self) -> StepMetrics:
         """Returns the last step's scalars. On a GPU this waits for the device, so call it at most once per logged step."""
         metrics, step = self.control.read(), self.zero.optimizer
@@ -250,6 +277,7 @@ class Engine(BatchEngine):
         init_context: takes over the sharded parameters, so that another engine can train the model; a collective call then. If omitted,
         the model is unusable too after stage 3.
         """
+        LIVE.discard(self)
         self.release_optimizer()
         try:
             self._guard.finish(step=self.global_steps)

@@ -1,6 +1,6 @@
 """The engine's interface on top of torch's data parallelism. Losses and parameters have the model's compute dtype."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ztk.core.runtime import MemoryLedger, PhaseClock, Process, Tier
 from ztk.core.runtime.io import IoCounters
 from ztk.train.engine.batches import BatchEngine
 from ztk.train.engine.control import StepMetrics
+from ztk.train.engine.full import NO_GRADIENT
 from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traffic
 
 
@@ -45,6 +46,9 @@ class PeerEngine(BatchEngine):
         self.optimizer, self._schedule, self._scaler, self._clip = optimizer, schedule, scaler, clip_grad_norm
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._fresh = True  # whether the next backward starts a step
+        self.before_update: Callable[[], None] | None = (
+            None  # called by `step` at a boundary, when gradients are complete
+        )
         self._norm: Tensor | None = None
         self._lr, self._skipped, self._skipped_total = 0.0, False, 0
         self._book()
@@ -88,6 +92,8 @@ class PeerEngine(BatchEngine):
         self.micro_steps += 1
         if not boundary:
             return False
+        if self.before_update is not None:
+            self.before_update()
         self._lr = self._schedule.get_last_lr()[0]
         with self.clock.phase("optimizer"):
             self._skipped = not self._update()
@@ -114,6 +120,23 @@ class PeerEngine(BatchEngine):
                 return False
         self._schedule.step()
         return True
+
+    def full_grad(self, name: str) -> Tensor:
+        """As `Engine.full_grad`. Raises RuntimeError without a gradient, and ValueError for an unknown name."""
+        found = self._named(name).grad
+        if found is None or self._fresh:
+            raise RuntimeError(NO_GRADIENT.format(name=name))
+        return _whole(found) / (1.0 if self._scaler is None else self._scaler.get_scale())
+
+    def full_parameter(self, name: str) -> Tensor:
+        """As `Engine.full_parameter`. Raises ValueError for an unknown name."""
+        return _whole(self._named(name))
+
+    def _named(self, name: str) -> nn.Parameter:
+        found = dict(self.module.named_parameters()).get(name)
+        if found is None:
+            raise ValueError(f"{name!r}: the model has no parameter of this name")
+        return found
 
     def read_metrics(self) -> StepMetrics:
         """Returns the last step's scalars. Without clipping this computes the norm, which is a collective call."""
@@ -166,3 +189,9 @@ class PeerEngine(BatchEngine):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Returns fp32, gathered over ranks if it is cut."""
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).to(torch.float32, copy=True)
