@@ -4,6 +4,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.config.text import encoding_of
-from ztk.core.policies.runs import ANSWER_TASKS, is_labelled
+from ztk.core.policies.runs import ANSWER_TASKS, as_paths, data_paths, is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
@@ -102,29 +103,33 @@ class Examples:
             self.held_out = [self._made(HELD_OUT + number) for number in range(count)]
             return
         encoding = encoding_of(config)
-        if isinstance(encoding.tokenizer, SubwordTokenizer) and process.rank == 0:
-            encoding.tokenizer.save(RunFolder(config.output_dir).tokenizer)
-        found = read_examples(
-            data.path,
+        read = partial(
+            read_examples,
             record_format=RecordFormat(data.name.value),
             seq_len=data.seq_len,
             encoding=encoding,
             fields=data.fields,
             labelled=is_labelled(config),
         )
-        if not self._is_pair:
-            kept = without_rejected(found)
-            found, self.num_rejected = kept, len(found) - len(kept)
-        found = [own for example in found for own in self._shaped(example)]
+        if isinstance(encoding.tokenizer, SubwordTokenizer) and process.rank == 0:
+            encoding.tokenizer.save(RunFolder(config.output_dir).tokenizer)
+        found, self.num_rejected = self._learnt(read(data_paths(config)))
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0
         order = self._order = Permutation(len(found), seed=(self._seed, "held out"))
         shuffled = [found[order[index]] for index in range(len(found))]
         self.held_out, self._records = shuffled[:held], shuffled[held:]
+        if data.eval_path is not None:
+            self.held_out, _ = self._learnt(read(as_paths(data.eval_path)))
         digests = process.comm.gather_objects(self.digest)
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise ValueError(
                 f"data.path: ranks {others} read other records than rank 0; name files that all machines share"
             )
+
+    def _learnt(self, found: Sequence[Example]) -> tuple[list[Example], int]:
+        """Returns the examples to learn, and the number of KTO's rejected ones that are left out."""
+        kept = found if self._is_pair else without_rejected(found)
+        return [own for example in kept for own in self._shaped(example)], len(found) - len(kept)
 
     @property
     def numbering(self) -> list[int]:
@@ -209,6 +214,8 @@ class ExampleStream:
         self.examples, self.position, self.packs = examples, 0, False
         self._share, self._seq_len = share, config.data.seq_len
         self._most_held_out = (config.train.eval_batches or 0) * share.global_batch
+        if config.data.eval_path is not None:
+            self._most_held_out = len(examples.held_out)
         degrees = config.topology
         self._fixed = max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1
 

@@ -482,3 +482,35 @@ def test_precision_and_recomputation(task, options, ranks, tmp_path):
     else:  # logits of size 1 are off by 2^-8 in bf16, over some ten roundings; in fp16 the first step may be skipped
         assert found[0] == pytest.approx(expected[0], abs=0.05, rel=0)
         assert found[0] != expected[0]
+
+
+@pytest.mark.parametrize("task", ["sft", "reward", "dpo"])
+def test_evaluations_take_the_records_of_a_file(ranks, tmp_path, task):
+    """The file of the training: at a rate of 0, a step over all of its records has the loss of the evaluation."""
+    pairs = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "x" * number} for number in range(1, 9)]
+    train, held = (written(tmp_path / f"{name}.jsonl", *pairs) for name in ("train", "held"))
+    batch = [word for word in SMALL if not word.startswith("train.eval_batches")]
+    words = (
+        f"task={task}",
+        *batch,
+        "data=preferences",
+        f"data.path={train}",
+        f"data.eval_path={held}",
+        "optimizer.lr=0",
+    )
+    words += ("warm_start.steps=0", "dpo.sft_weight=1") if task == "dpo" else ()
+    given = {"output_dir": str(tmp_path / "run"), "machine": CPU}
+    config = compose(*words, "train.eval_every=1", "launch.ranks=1", **given)
+    assert config.data.validation_fraction == 0
+    ranks(1).run(play, configs=[config])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and rows[0]["loss"] > 0
+    for row in rows[:-1]:
+        assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-5)
+        assert task == "sft" or row["validation_accuracy"] == pytest.approx(row["accuracy"])
+    for word in ("data.validation_fraction=0.5", "train.eval_batches=2"):
+        with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} has no effect with data.eval_path"):
+            compose(*words, word, **given)
+    Path(held).write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match="data.eval_path=.*held.jsonl, line 1"):
+        compose(*words, **given)

@@ -62,6 +62,9 @@ def _record_faults(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield from str(error).splitlines()
         return
+    if data.eval_path is not None and {"data.validation_fraction", "train.eval_batches"} & config.given:
+        key = next(key for key in ("data.validation_fraction", "train.eval_batches") if key in config.given)
+        yield f"{key} has no effect with data.eval_path, of which all records are evaluated: leave it out"
     if len(examples) < 2 and data.validation_fraction:
         yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0"
     if is_labelled(config) and sum(mismatched_lengths(examples)) > data.seq_len:

@@ -69,6 +69,9 @@ def derive_choices(config: Config) -> None:
     if config.task.name == "dpo" and dpo.loss is DpoLossName.ipo:
         derive(config, key="dpo.length_normalised", value=True, reason="dpo.loss=ipo (TRL)")
     _derive_metric(config)
+    if config.task.name in ALIGNING and config.data.eval_path is not None:
+        reason = "data.eval_path has the records of evaluations"
+        derive(config, key="data.validation_fraction", value=0.0, reason=reason)
     needs_evaluations = {"train.until_loss", "train.patience"} & config.given
     if holds_nothing_out(config) and config.train.eval_every and not needs_evaluations:
         derive(config, key="train.eval_every", value=0, reason="data.validation_fraction=0")

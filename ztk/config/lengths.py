@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ztk.config.evaluating import multiple_of
-from ztk.config.keys import derive
+from ztk.config.keys import derive, read
 from ztk.config.text import encoding_of
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
@@ -14,6 +14,7 @@ from ztk.core.policies.runs import (
     ALIGNING,
     ANSWER_TASKS,
     RECORDS,
+    as_paths,
     data_paths,
     distills_draws,
     draws,
@@ -61,22 +62,33 @@ def take_lengths(config: Config) -> list[str]:
 
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
-    """Returns the records of `data.path` that the task learns from. seq_len: the longest text that is accepted, or None.
+    """Returns the records of `data.path` that the task learns from, followed by those of `data.eval_path`.
+
+    seq_len: the longest text that is accepted, or None.
 
     Raises:
         ValueError: a malformed or longer record, or no answer that is to be learnt.
     """
+    found = _records(config, key="data.path", seq_len=seq_len)
+    return (
+        found if config.data.eval_path is None else (*found, *_records(config, key="data.eval_path", seq_len=seq_len))
+    )
+
+
+def _records(config: Config, *, key: str, seq_len: int | None) -> "tuple[Example, ...]":
     from ztk.data.rows import files_of  # imported late: torch takes a second, and only files need it
 
     data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
-    files = files_of(data_paths(config))
+    paths = as_paths(read(config, key=key))
+    files = files_of(paths)
     if tokenizer is not None:
         files += sorted(file for file in Path(tokenizer).expanduser().glob("*") if file.is_file())
     stamps = tuple((str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files)
     by_template = data.chat_template is ChatTemplateName.tokenizer
     stop = None if tokenizer else data.stop
     found = _read(
-        paths=tuple(data_paths(config)),
+        key=key,
+        paths=tuple(paths),
         record_format=data.name.value,
         seq_len=seq_len,
         stop=stop,
@@ -92,7 +104,7 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
 
     if not (kept := tuple(without_rejected(found))):
         raise ValueError(
-            f"data.path: all {len(found):,} records have label false, so there is no answer to learn; use task=dpo dpo.loss=kto "
+            f"{key}: all {len(found):,} records have label false, so there is no answer to learn; use task=dpo dpo.loss=kto "
             "data=preferences"
         )
     return kept
@@ -105,9 +117,10 @@ def prompts_of(config: Config) -> "list[Prompt]":
     return read_prompts(data_paths(config), encoding=encoding_of(config), fields=config.data.fields)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _read(
     *,
+    key: str,
     paths: tuple[str, ...],
     record_format: str,
     seq_len: int | None,
@@ -125,15 +138,11 @@ def _read(
     encoding = Encoding() if stop is None else Encoding(stop=stop)
     if tokenizer is not None:
         encoding = Encoding(tokenizer=SubwordTokenizer.open(tokenizer), by_template=by_template)
-    found = read_examples(
-        paths,
-        record_format=RecordFormat(record_format),
-        seq_len=seq_len,
-        encoding=encoding,
-        fields=dict(fields),
-        labelled=labelled,
-    )
-    return tuple(found)
+    options = {"seq_len": seq_len, "encoding": encoding, "fields": dict(fields), "labelled": labelled}
+    try:
+        return tuple(read_examples(paths, record_format=RecordFormat(record_format), **options))
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path=", f"{key}=")) from None
 
 
 def _take_from_records(config: Config) -> list[str]:

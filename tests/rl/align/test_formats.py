@@ -353,3 +353,19 @@ def test_splits_and_broken_files_are_named(tmp_path):
     (tmp_path / "a.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"a.json, record 1: must be a JSON object"):
         examples(str(tmp_path / "a.json"), kind="chat")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("The sky is blue.", "The sky is green."),
+        ("2+2=4", "2+2=5"),
+        ("ab", "abc"),
+        ("a  b", "a  c"),
+        ("Q: hi A: yes", "Q: hi A: no"),
+    ],
+)
+def test_the_prompt_of_two_texts_is_trls(chosen, rejected):
+    trl = pytest.importorskip("trl")
+    record = {"chosen": chosen, "rejected": rejected}
+    assert dict(unified(record, purpose=PREFERENCES)) == trl.extract_prompt(record)

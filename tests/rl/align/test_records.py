@@ -64,8 +64,9 @@ def test_chats(tmp_path):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: must be a JSON object"),
+        ({"chosen": "a", "rejected": "b"}, 'have no common beginning, which would be the prompt: give a "prompt"'),
         (
-            {"chosen": "a", "rejected": "b"},
+            {"chosen": "a", "rejected": ["b"]},
             'its fields are chosen, rejected; .*, and it lacks "prompt": use data.fields={prompt: NAME}',
         ),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "\"prompt\": '' must be a text of a character or more"),

@@ -27,7 +27,7 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: the error only reports the loss of another rank. trace: empty if the rank could not write one.
+    """time: seconds since 1970. secondary: the error only reports the loss of another rank. trace: may be empty.
 
     code: exit code of its process, 128 + n after signal n.
     """
@@ -85,13 +85,14 @@ def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
 
 
 def failure_of(error: BaseException, *, rank: int) -> RankFailure:
-    """Describes `error`, raised in `rank` at this moment."""
+    """Describes `error`, raised in `rank` at this moment. A class with `shows_trace = False` ends a run as its user wants it."""
     message = str(error)
+    shows_trace = getattr(error, "shows_trace", True)
     return RankFailure(
         rank=rank,
         kind=type(error).__name__,
         message=message,
-        trace="".join(traceback.format_exception(error)),
+        trace="".join(traceback.format_exception(error)) if shows_trace else "",
         time=time.time(),
         secondary=_is_secondary(error),
     )

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from ztk.core.policies.key import When, key
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.ranges import BELOW_ONE, COUNT, Range
-from ztk.core.policies.runs import BYTES, TEXT, TRAIN, draws, has_tokenizer, reads_documents, reads_lines, reads_records
+from ztk.core.policies.runs import (
+    ALIGNING,
+    BYTES,
+    TEXT,
+    TRAIN,
+    draws,
+    has_tokenizer,
+    reads_documents,
+    reads_lines,
+    reads_records,
+)
 from ztk.core.policies.text import SMALLEST_VOCABULARY
 
 if TYPE_CHECKING:
@@ -74,12 +84,14 @@ _RECORDS = When(
     "data=chat, data=preferences or data=prompts with data.path",
     lambda config, machine: reads_lines(config) and config.data.path is not None,
 )
-_EVALUATED_PROMPTS = When(
-    "task=grpo or task=ppo with data.path, and rollout.eval_every above 0 or checkpoint.keep_best",
+_EVALUATED = When(
+    "data.path with task=sft, reward, dpo or distill, or with task=grpo or ppo and rollout.eval_every above 0 or checkpoint.keep_best",
     lambda config, machine: (
-        draws(config)
-        and config.data.path is not None
-        and bool(config.rollout.eval_every or config.checkpoint.keep_best)
+        config.data.path is not None
+        and (
+            config.task.name in ALIGNING
+            or (draws(config) and bool(config.rollout.eval_every or config.checkpoint.keep_best))
+        )
     ),
 )
 _PACKED = When(
@@ -142,8 +154,9 @@ class DataConfig:
         paths=Paths(kind="pattern", several=True, fix="name others"),
     )
     eval_path: Any = key(
-        "prompts of evaluations, as data.path; null: of rollout.task new ones, of data.path its own",
-        acts=_EVALUATED_PROMPTS,
+        "records or prompts of evaluations, as data.path. null: data.validation_fraction of the records; prompts of data.path itself, or "
+        "new ones of rollout.task",
+        acts=_EVALUATED,
         optional=True,
         paths=Paths(several=True),
     )

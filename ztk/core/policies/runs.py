@@ -116,7 +116,7 @@ def holds_out(config: "Config") -> bool:
 def holds_nothing_out(config: "Config") -> bool:
     """Whether a run that could hold data out for evaluation does not."""
     is_read = config.data.name in TEXT or config.data.path is not None
-    return is_read and config.data.validation_fraction == 0
+    return is_read and config.data.validation_fraction == 0 and config.data.eval_path is None
 
 
 def reads_records(config: "Config") -> bool:

@@ -252,6 +252,23 @@ def _hh_messages(text: str, *, key: str) -> list[dict]:
     return messages
 
 
+def _texts(record: Record) -> dict[str, Any]:
+    """Converts two texts with a common beginning, which is the prompt, as TRL's `extract_prompt`: a space in front of the first
+    difference belongs to the answers, and of a text that continues the other one the last common letter.
+    """
+    chosen, rejected = record["chosen"], record["rejected"]
+    shorter = min(len(chosen), len(rejected))
+    end = next((place for place in range(shorter) if chosen[place] != rejected[place]), None)
+    end = max(0, shorter - 1) if end is None else end - 1 if end and chosen[end - 1] == " " else end
+    if not end:
+        raise ValueError('"chosen" and "rejected" have no common beginning, which would be the prompt: give a "prompt"')
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+
+
+def _are_texts(record: Record) -> bool:
+    return isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
+
+
 def _ultrafeedback(record: Record) -> dict[str, Any]:
     """Returns the completions with the highest and the lowest score."""
     scored = sorted(
@@ -367,6 +384,14 @@ _FORMATS = (
         convert=_hh,
         example='{"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}',
         fits=_is_hh,
+    ),
+    _Format(
+        name="two texts",
+        purposes=_ALL,
+        needs=("chosen", "rejected"),
+        convert=_texts,
+        example='{"chosen": "2+2=4", "rejected": "2+2=5"}',
+        fits=_are_texts,
     ),
     _Format(
         name="KTO",

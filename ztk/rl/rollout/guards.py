@@ -6,7 +6,9 @@ from typing import Any
 
 
 class RolloutStopped(RuntimeError):
-    """A guard ended the run. The message names the guard, the cause and the fix."""
+    """A guard ended the run. The message names the guard, the cause and the fix, so that the run shows no trace."""
+
+    shows_trace = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
