@@ -254,3 +254,10 @@ def test_layers_are_streamed_from_files(words):
 )
 def test_what_streaming_cannot_do_is_refused(words, more, message):
     assert any(message in fault for fault in faults(*words, *more))
+
+
+def test_a_logger_that_is_off_is_no_fault(eval_words, words):
+    """Scripts add logger=disabled to every command."""
+    for line in (eval_words, words):
+        composed(*line, "logger=disabled")
+        assert faults(*line, "logger=csv")[0].startswith("logger has no effect")

@@ -182,6 +182,29 @@ def test_faults_are_said_before_ranks_start(words, said):
         composed(*words)
 
 
+def test_a_key_of_the_users_that_is_spelt_like_another_is_refused(tmp_path):
+    """An option file sets `width`, refers to `height`, and an own group sets `augment.probability`."""
+    experiment = "# @package _global_\n# Mine.\nuser:\n  width: 3\n  lr_a: 1\n  lr_b: 1\n"
+    write_option(tmp_path / "model" / "tall.yaml", text="# Tall.\n_target_: own_mine.Model\nwidth: ${user.height}\n")
+    write_option(tmp_path / "experiment" / "mine.yaml", text=experiment)
+    write_option(tmp_path / "augment" / "strong.yaml", text="# Flips.\nprobability: 0.5\n")
+
+    def user(*words: str):
+        return compose("experiment=mine", *words, output_dir="/tmp/own", folders=[str(tmp_path)]).user
+
+    for word, near in (
+        ("user.widht=64", "width"),
+        ("user.heigth=2", "height"),
+        ("user.augment.probabilty=1", "augment.probability"),
+    ):
+        said = f"{word}: no option file has this key; did you mean user.{near}. A new key is written [+]{word}"
+        with pytest.raises(ConfigError, match=said):
+            user(word)
+    assert user("+user.widht=64").widht == 64 and user("user.lr_a=2", "user.lr_b=3").lr_b == 3
+    assert user("user.temperature=2", "user.width=4").temperature == 2
+    assert user("augment=strong", "user.augment.probability=1").augment.probability == 1
+
+
 def test_a_share_is_passed_by_its_type_alone():
     """A parameter of this name with another type is the user's."""
     assert composed("data._target_=own_mine.Split", "data.share=0.2").own["data"]["share"] == 0.2

@@ -16,7 +16,7 @@ from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
-from ztk.core.policies.train import DeviceName
+from ztk.core.policies.train import DeviceName, LoggerMode
 
 _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),
@@ -35,6 +35,8 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     is_cut, trains = config.topology.tensor > 1, by_training(config)
     for key in sorted(config.given):
         section = key.partition(".")[0]
+        if section == "logger" and config.logger.mode is LoggerMode.disabled:
+            continue  # as it is anyway
         if section not in _SECTIONS and not (is_cut and key in _CUT) and not (trains and is_of_training(key)):
             value = f"={written(read(config, key=key))}" if "." in key else ""
             yield f"{key}{value} has no effect with {task}, which {does} and trains nothing: leave it out"

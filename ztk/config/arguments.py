@@ -1,5 +1,6 @@
 """Checks the command line before Hydra does: moves flags to the front and reports every wrong name, option and value at once."""
 
+import difflib
 import functools
 import os
 import re
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, holds_int, holds_number, holds_table, line_keys, named_by, section_of
+from ztk.config.keys import expected, flatten, holds_int, holds_number, holds_table, line_keys, named_by, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET, USER, is_emptied
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.launch import quoted
@@ -159,7 +160,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     _check_folders(folders, groups=groups)
     declare_groups(groups)
     own = _own_sections(overrides, folders=folders)
-    accepted, faults = [], []
+    accepted, faults = [], [*_misspelt(overrides, known=_user_keys(folders[1:], groups=groups))]
     sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
     for word in overrides:
         override = word.removeprefix("+") if named_by(word) in groups else word
@@ -252,6 +253,36 @@ def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> Non
     doubled = {name: [f"{name}={value}" for value in values] for name, values in given.items() if len(values) > 1}
     if doubled:
         raise ConfigError([f"{' and '.join(words)}: {name} has one value; keep one" for name, words in doubled.items()])
+
+
+def _user_keys(folders: Sequence[str], *, groups: frozenset[str]) -> list[str]:
+    """Returns the keys below `user` that the user's option files set or refer to. groups: of the user's, which set user.GROUP."""
+    found: set[str] = set()
+    for path in (path for folder in folders for path in Path(folder).glob("*/*.yaml")):
+        try:
+            is_overlay, values = read_option(path)
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # reported if the option is chosen
+        group = path.parent.name
+        below = values if group == USER else {group: values} if group in groups else {}
+        if isinstance(values, dict) and is_overlay:
+            below = values.get(USER)
+        if isinstance(below, dict):
+            found.update(name for name, _ in flatten(below))
+        found.update(re.findall(r"\$\{user\.([\w.-]+)\}", text))
+    return sorted(found)
+
+
+def _misspelt(overrides: Sequence[str], *, known: Sequence[str]) -> Iterator[str]:
+    """Yields one line per new key below `user` that is spelt like one of the option files."""
+    for word in overrides:
+        key, _, value = word.partition("=")
+        name = key.removeprefix(f"{USER}.")
+        if key == name or name in known or any(other.startswith(f"{name}.") for other in known):
+            continue  # another section, `+user.KEY`, or a key of the option files
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            yield f"{word}: no option file has this key; did you mean {USER}.{near[0]}? A new key is written +{key}={value}"
 
 
 def _own_sections(overrides: list[str], *, folders: list[str]) -> frozenset[str]:
