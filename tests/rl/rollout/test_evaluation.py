@@ -18,7 +18,8 @@ from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
-from ztk.rl.rollout import GuardPolicy, Guards
+from ztk.core.launch import failure_of
+from ztk.rl.rollout import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.rewards import ANSWER_COLUMNS
 from ztk.train import loop as train_loop
 
@@ -254,6 +255,12 @@ def test_thresholds_of_guards_are_keys():
     assert "for 2 steps all answers" in guards.fault(seen, step=2, max_tokens=8)
     guards = Guards(GuardPolicy(truncated_above=None, equal_steps=None))
     assert [guards.fault(seen, step=step, max_tokens=8) for step in range(9)] == [None] * 9
+
+
+def test_a_run_that_a_guard_stops_shows_its_reason_alone():
+    failure = failure_of(RolloutStopped("step 1: 100% of the answers were cut"), rank=0)
+    assert not failure.trace and str(failure) == "rank 0: RolloutStopped: step 1: 100% of the answers were cut"
+    assert "ValueError" in failure_of(ValueError("x"), rank=0).trace
 
 
 LOGS = """
