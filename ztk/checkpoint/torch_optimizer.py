@@ -171,7 +171,7 @@ def _encode_tree(value: Any, *, tensors: dict[str, Tensor], device: torch.device
     for kind in (list, tuple, deque):
         if type(value) is kind:
             items = [_encode_tree(item, tensors=tensors, device=device) for item in value]
-            return {kind.__name__: items, **({"maxlen": value.maxlen} if kind is deque else {})}
+            return {kind.__name__: items} | ({"maxlen": value.maxlen} if isinstance(value, deque) else {})
     return _encode(value)
 
 

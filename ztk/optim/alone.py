@@ -71,6 +71,7 @@ def stand_in(value: Tensor, *, attributes: Mapping[str, Any]) -> nn.Parameter:
 
 
 # Torch's own attributes, because an engine's classes of parameters have properties of these names.
+# pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
 _DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad
 

@@ -236,7 +236,8 @@ def _check_full_parameters(plan: Plan) -> None:
                 f"optimizer={step.name}: steps full parameters, and topology.{axis}={degree} divides the model over ranks: use "
                 f"topology.{axis}=1, or declare it elementwise (optimizer.elementwise=true) if it updates every element by itself"
             )
-    if step.needs_closure and plan.precision.loss_scale.dynamic:
+    scale = plan.precision.loss_scale
+    if step.needs_closure and scale is not None and scale.dynamic:
         raise ValueError(
             f"optimizer={step.name}: its step evaluates the loss again, which cannot skip a step with a dynamic loss scale: use "
             "precision=bf16 or fp32"

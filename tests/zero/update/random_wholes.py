@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 
 def targets(step: int, *, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
+    generator = torch.Generator().manual_seed(1000 + 10 * step + rank)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
@@ -94,13 +94,24 @@ class Own(torch.optim.Optimizer):
     scale = 1.0
 
     def __init__(self, groups: list[dict], *, drawn: Drawn) -> None:
-        super().__init__(groups, {"lr": 0.05})
-        self.drawn, self.calls = drawn, 0
-        first = self.param_groups[0]["params"][0]
-        self.excluded = {id(first)} if drawn.reads == "identity" else set()
-        self.inner = torch.optim.SGD(self.param_groups, momentum=0.5) if drawn.extra == "inner" else None
-        self.ordered = [p for group in self.param_groups for p in group["params"]][::-1]
+        super().__init__(groups, {"lr": 0.05, "calls": 0})
+        self.drawn = drawn
+        if drawn.extra == "counter":
+            self.own_calls = 0
+        if drawn.reads == "identity":
+            self.excluded = {id(self.param_groups[0]["params"][0])}
+        if drawn.extra == "inner":
+            self.inner = torch.optim.SGD(self.param_groups, momentum=0.5)
+        if drawn.extra == "list of parameters":
+            self.ordered = self._all()[::-1]
         self.needs_closure = drawn.closure != "none"
+
+    @property
+    def calls(self) -> int:
+        return self.param_groups[0]["calls"]
+
+    def _all(self) -> list:
+        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -111,16 +122,19 @@ class Own(torch.optim.Optimizer):
             self.zero_grad()
             with torch.enable_grad():
                 loss = closure()
-        self.calls += 1
+        for group in self.param_groups:
+            group["calls"] += 1
+        if drawn.extra == "counter":
+            self.own_calls += 1
         if drawn.extra == "late attribute" and self.calls == 2:
             self.bonus = torch.tensor(0.5)
         self._change_groups()
-        together = sum(p.grad.double().square().sum() for p in self.ordered if p.grad is not None).sqrt()
+        together = sum(p.grad.double().square().sum() for p in self._all() if p.grad is not None).sqrt()
         position = 0
         for number, group in enumerate(self.param_groups):
             for p in self._listed(group):
                 position += 1
-                if p.grad is None or id(p) in self.excluded:
+                if p.grad is None or (drawn.reads == "identity" and id(p) in self.excluded):
                     continue
                 rate = group["lr"]
                 if drawn.reads == "first rate":
@@ -132,13 +146,13 @@ class Own(torch.optim.Optimizer):
                 elif drawn.reads == "position":
                     rate = rate / position
                 if drawn.extra == "counter":
-                    rate = rate / self.calls
+                    rate = rate / self.own_calls
                 elif drawn.extra == "class attribute":
                     rate, type(self).scale = rate * type(self).scale, 0.5
                 elif drawn.extra == "late attribute":
                     rate = rate * float(getattr(self, "bonus", 1.0))
                 self._write(p, p - rate * self._scaled(p, self._direction(p)))
-        if self.inner is not None:
+        if drawn.extra == "inner":
             self.inner.step()
         return loss
 
@@ -149,13 +163,13 @@ class Own(torch.optim.Optimizer):
         return group["params"]
 
     def _climb(self, closure) -> None:
-        for p in self.ordered:
+        for p in self._all():
             self.state[p]["before"] = p.detach().clone()
             p.add_(p.grad, alpha=0.1)
         self.zero_grad()
         with torch.enable_grad():
             closure()
-        for p in self.ordered:
+        for p in self._all():
             p.copy_(self.state[p].pop("before"))
 
     def _change_groups(self) -> None:
@@ -165,7 +179,7 @@ class Own(torch.optim.Optimizer):
         elif self.drawn.change == "moved" and self.calls == 3 and len(groups) > 1:
             groups[0]["params"].append(groups[1]["params"].pop())
         elif self.drawn.change == "new group" and self.calls == 3 and len(groups[0]["params"]) > 1:
-            self.add_param_group({"params": [groups[0]["params"].pop()], "lr": 0.2})
+            self.add_param_group({"params": [groups[0]["params"].pop()], "lr": 0.2, "calls": 3})
 
     def _direction(self, p: Tensor) -> Tensor:
         state, grad = self.state[p], p.grad
@@ -195,13 +209,13 @@ class Own(torch.optim.Optimizer):
                 state["norm"] = 0.5 * state.get("norm", 0.0) + float(grad.norm())
                 return grad / (1 + state["norm"])
             case "shared":
-                common = self.state[self.ordered[-1]].setdefault("common", torch.zeros(3))
+                common = self.state[self._all()[0]].setdefault("common", torch.zeros(3))
                 common.add_(grad.mean())
                 return grad + common.sum()
             case "flat":
                 flat = self.state["flat"].setdefault("all", torch.zeros(1))
                 flat.add_(grad.sum())
-                return grad + flat
+                return grad + flat.sum()
         return grad.clone()
 
     def _scaled(self, p: Tensor, direction: Tensor) -> Tensor:

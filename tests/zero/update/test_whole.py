@@ -8,14 +8,18 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.ranks import RankFailed
 from tests.zero.update import random_wholes
 from tests.zero.update.random_wholes import SHAPES, Drawn, Model, masters, targets, train
+from ztk.checkpoint import Saver, save
+from ztk.checkpoint.export import export_torch_distributed
+from ztk.checkpoint.verify import verify_all
 from ztk.core.policies.offload import PAGE_BYTES
 from ztk.core.policies.zero import ZeroPolicy
-from ztk.core.precision import PrecisionPolicy
+from ztk.core.precision import LossScalePolicy, PrecisionPolicy
 from ztk.core.runtime import Process, Tier
 from ztk.core.runtime.mesh import Topology
 from ztk.optim import OptimizerPolicy
@@ -45,14 +49,97 @@ def test_a_resumed_run_has_the_bits_of_one_in_one_go(ranks, tmp_path):
     assert not ranks(1).run(random_wholes.resumed, saves=False, **options)[0]
 
 
+def saved_twice(process: Process, *, folder: str) -> dict[str, torch.Tensor]:
+    """Two saves of a run with states on a disk: at once, and while the training goes on. Returns the states at the second."""
+    engine = build(
+        process,
+        lambda model: Momentum(model.parameters(), lr=0.1),
+        stage=1,
+        offload=OffloadPolicy(optimizer=Tier.nvme, nvme_path=tempfile.mkdtemp()),
+    )
+    train(engine, rank=0, stop=1)
+    save(engine, folder=f"{folder}/first")
+    train(engine, rank=0, start=1, stop=2)
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    with engine.zero.whole_states() as step:
+        found = {names[key]: value["velocity"].clone() for key, value in step.state.items()}
+    with Saver(engine, folder=f"{folder}/second", asynchronous=True) as saver:
+        saver.save()
+        train(engine, rank=0, start=2, stop=4)
+    engine.close()
+    return found
+
+
+def test_saved_states_are_verified_and_exported(ranks, tmp_path):
+    states = ranks(2).run(saved_twice, folder=str(tmp_path))[0]
+    assert all(report.faults == () for name in ("first", "second") for report in verify_all(tmp_path / name))
+    export_torch_distributed(tmp_path / "second", to=tmp_path / "torch")
+    read = {f"optim.state.{name}.velocity": torch.zeros_like(value) for name, value in states.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "torch", no_dist=True)
+    assert all(torch.equal(read[f"optim.state.{name}.velocity"], value) for name, value in states.items())
+
+
+def unscaled(process: Process) -> tuple[int, int, list[bool]]:
+    """fp16 with a scale that overflows first: a skipped step changes neither weights nor states."""
+    engine = build(
+        process,
+        lambda model: Momentum(model.parameters(), lr=0.01),
+        stage=2,
+        precision=PrecisionPolicy(dtype=torch.float16, loss_scale=LossScalePolicy(initial=2.0**24)),
+    )
+    first = masters(engine)
+    train(engine, rank=0, stop=1)
+    with engine.zero.whole_states() as step:
+        count = len(step.state)
+    kept = [torch.equal(first[name], value) for name, value in masters(engine).items()]
+    for _ in range(20):
+        train(engine, rank=0, stop=1)
+    skipped = engine.read_metrics().skipped_total
+    moved = [not torch.equal(first[name], value) for name, value in masters(engine).items()]
+    return count, skipped, kept + moved
+
+
+def test_a_skipped_step_changes_nothing(ranks):
+    count, skipped, found = ranks(2).run(unscaled)[0]
+    assert count == 0 and 0 < skipped < 20 and all(found)
+
+
+class Sparse(nn.Module):
+    """Uses a part of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().sum()
+
+
+def leaving(process: Process) -> list[int]:
+    model = Sparse()
+    optimizer = Momentum(model.parameters(), lr=0.1)
+    policy = OptimizerPolicy(name="torch", decay_all=True, skip_unused=True)
+    engine = parallelize(model, process=process, optimizer=policy, torch_optimizer=optimizer, zero=ZeroPolicy(stage=2))
+    model.used.bias.requires_grad_(False)
+    engine.backward(engine(torch.ones(1, 4)))
+    engine.step()
+    with engine.zero.whole_states() as step:
+        return sorted(len(key.shape) for key in step.state)
+
+
+def test_parameters_without_a_gradient_have_none_in_the_step(ranks):
+    assert ranks(2).run(leaving)[0] == [2]  # the one weight that is used and not frozen
+
+
 def build(process: Process, make, *, stage: int = 0, clip: float = 0.0, dtype: torch.dtype = torch.float32, **options):
+    precision = options.pop("precision", None) or PrecisionPolicy(dtype=dtype)
     model = Model()
     return parallelize(
         model,
         process=process,
         optimizer=OptimizerPolicy(name="torch", lr=1.0, decay_all=True, clip_grad_norm=clip),
         torch_optimizer=make(model),
-        precision=PrecisionPolicy(dtype=dtype),
+        precision=precision,
         zero=ZeroPolicy(stage=stage, bucket_size=1000),
         **options,
     )
@@ -65,7 +152,8 @@ class Trust(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad * (group["lr"] * p.norm() / (1e-6 + p.grad.norm())))
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / (1e-6 + p.grad.norm())))
 
 
 def trust(model: nn.Module) -> Trust:
@@ -312,6 +400,8 @@ def books(process: Process, *, tier: str) -> dict[str, int]:
 class Momentum(Trust):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
             self.state[p].setdefault("velocity", torch.zeros_like(p)).add_(p.grad)
         return super().step(closure)
 
