@@ -5,9 +5,10 @@ import re
 
 import pytest
 
+from tests.commands import run_command
 from tests.config.test_config import CPU
 from ztk.cli.interrupted import resume_line
-from ztk.config import ConfigError, check_resumed, compose, from_yaml, load, save, take_run_words, to_yaml
+from ztk.config import ConfigError, check_resumed, compose, differences, from_yaml, load, save, take_run_words, to_yaml
 
 RUN = ("model=nano", "zero=stage3", "offload=nvme", "offload.block_bytes=8192", "optimizer.lr=2e-3", "launch.ranks=2")
 
@@ -188,3 +189,41 @@ def test_a_file_that_is_no_record_is_named(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.yaml: is no record of a run")):
         load(tmp_path / "config.yaml")
+
+
+def test_callbacks_may_differ(run):
+    """D3: a callback counted as other numbers."""
+    words = (f"checkpoint.resume={run}", "callbacks.mine._target_=ztk.train.loop.Callback")
+    config = compose(*words, output_dir=run.parent / "new", machine=CPU)
+    check_resumed(config)
+    assert differences(compose(*words[:1], output_dir=run, machine=CPU), now=config)  # another experiment
+
+
+def test_a_folder_of_options_that_the_line_lacks_is_named(run):
+    """D10: the run's option was unknown, without a hint."""
+    recorded = json.loads((run / "overrides.json").read_text()) | {"model": "mine"}
+    (run / "overrides.json").write_text(json.dumps(recorded))
+    (run / "env.json").write_text(json.dumps({"command": "run.py --config-dir my/options model=mine zero=stage3"}))
+    done = run_command(f"checkpoint.resume={run}", cwd=run.parent)
+    assert done.returncode == 2 and "model=mine: there is no such option" in done.stderr
+    assert f"{run} was started with --config-dir my/options: repeat it" in done.stderr, done.stderr
+
+
+def test_a_checkpoint_is_compared_by_its_own_record(run):
+    """The run's last start had another rate."""
+    own = (run / "config.yaml").read_text()
+    (run / "checkpoints" / "step-000002" / "run.yaml").write_text(own)
+    (run / "config.yaml").write_text(own.replace("lr: 0.002", "lr: 0.5"))
+    check_resumed(compose(f"checkpoint.resume={run}", output_dir=run.parent / "new", machine=CPU))
+    changed = compose(f"checkpoint.resume={run}", "optimizer.lr=0.5", output_dir=run.parent / "new", machine=CPU)
+    with pytest.raises(ConfigError, match=r"optimizer.lr=0.5: the checkpoint's run has optimizer.lr=0.002 .*run.yaml"):
+        check_resumed(changed)
+
+
+def test_overwrite_is_no_folder(tmp_path, monkeypatch):
+    """Started in a run folder, it would take that run's options."""
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "overrides.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = compose("model=nano", "checkpoint.resume=overwrite", output_dir=tmp_path / "run", machine=CPU)
+    assert config.overwrites and config.checkpoint.resume is None

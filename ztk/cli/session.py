@@ -329,7 +329,10 @@ class Session:
         resumed = configuration.take_run_words(expanded.words, has_ranks=has_ranks, folders=extra)
         if resumed.taken:
             self._say(f"options of the run that continues: {shlex.join(resumed.taken)}")
-        words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
+        try:
+            words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
+        except ConfigError as error:
+            raise resumed.hints(error, folders=extra) from None
         if (asked := _shown(flags)) is not None:
             folder = next((word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")), _FOLDER)
             config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)

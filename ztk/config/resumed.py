@@ -1,18 +1,21 @@
 """`checkpoint.resume=RUN` continues with the options of RUN: the command line only needs to name changes."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ztk.config.arguments import extra_folders, split_flags
+from ztk.config.errors import ConfigError
 from ztk.config.keys import named_by, read, run_keys
 from ztk.config.named_code import check_named_code, take_trust
 from ztk.config.record import load
 from ztk.config.renamed import rename_keys
 from ztk.core.launch import quoted
 from ztk.core.policies.records import run_record
-from ztk.core.policies.runs import AUTO
+from ztk.core.policies.runs import AUTO, OVERWRITE
 
 _RESUME = "checkpoint.resume="
 # Keys that the new command decides itself. The global batch of the run's configuration determines the accumulation steps.
@@ -24,11 +27,26 @@ _OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """words: the run's words followed by the command line's, without `trust`. taken: the run's words. trusts: the value of `trust`."""
+    """words: the run's words followed by the command line's, without `trust`. taken: the run's words. trusts: the value of `trust`.
+    run: the run's folder.
+    """
 
     words: list[str]
     taken: tuple[str, ...] = ()
     trusts: bool = False
+    run: Path | None = None
+
+    def hints(self, fault: ConfigError, *, folders: Sequence[str]) -> ConfigError:
+        """Returns a fault of the words, with the `--config-dir` that the run had and the command line lacks. folders: of the line."""
+        try:
+            environment = json.loads(Path(self.run or "", "env.json").read_text(encoding="utf-8"))
+            had = extra_folders(split_flags(shlex.split(environment["command"]))[0])
+        except (OSError, ValueError, KeyError, TypeError):
+            return fault
+        missing = [folder for folder in had if folder not in folders]
+        if not self.taken or not missing:
+            return fault
+        return ConfigError([*fault.faults, f"{self.run} was started with --config-dir {' '.join(missing)}: repeat it"])
 
 
 def take_run_words(words: Sequence[str], *, has_ranks: bool = False, folders: Sequence[str] = ()) -> Resumed:
@@ -63,7 +81,7 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False, folders: Se
     taken = rename_keys(taken).words
     if not trusts:
         check_named_code(taken, record=path, given=words, folders=folders)
-    return Resumed(words=[*taken, *words], taken=tuple(taken), trusts=trusts)
+    return Resumed(words=[*taken, *words], taken=tuple(taken), trusts=trusts, run=record.parent)
 
 
 def recorded_words(path: Path) -> dict[str, str]:
@@ -79,7 +97,7 @@ def recorded_words(path: Path) -> dict[str, str]:
 def _record(words: Sequence[str]) -> Path | None:
     """Returns `config.yaml` of the run that the words name, or None."""
     values = [word.removeprefix(_RESUME) for word in words if word.startswith(_RESUME)]
-    if not values or values[-1] in ("", "null", AUTO):
+    if not values or values[-1] in ("", "null", AUTO, OVERWRITE):
         return None
     value = values[-1]
     if value[0] in "'\"" and value[-1] == value[0]:
