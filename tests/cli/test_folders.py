@@ -70,6 +70,7 @@ def make(name: str, *, folder: Path, finished: Path) -> None:
         (folder / "checkpoints" / "latest").write_text("step-000002\n")
         dead = {"pid": 2**22 + 1, "process_start": "1", "host": os.uname().nodename, "started": 1.0, "time": 2.0}
         (folder / "heartbeat.json").write_text(json.dumps(dead))
+        (folder / "run.lock").write_text(json.dumps(dead))  # as kill -9 leaves it
     if "before its first checkpoint" in name:
         shutil.rmtree(folder / "checkpoints")
 
@@ -165,6 +166,21 @@ def test_overwriting_replaces_the_run_and_keeps_other_files(tmp_path, finished):
     # A requeued job continues its own run and does not remove it again.
     again = run_command(*line, *words, cwd=tmp_path, environment={"SLURM_RESTART_COUNT": "1"})
     assert again.returncode == 0 and "done after 2 steps" in again.stderr, again.stderr
+
+
+def test_a_run_that_began_from_another_continues_from_its_own_checkpoint(tmp_path, finished):
+    line = [word for word in LINE if not word.startswith(("train.steps", "hydra.run.dir"))]
+    words = (*line, "train.steps=8", f"checkpoint.resume={finished}", "hydra.run.dir=run")
+    done = run_command(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "continues after step 4 " in done.stdout, done.stderr
+    folder = tmp_path / "run"
+    shutil.rmtree(folder / "checkpoints" / "step-000008")
+    (folder / "summary.json").unlink()
+    again = run_command(*words, cwd=tmp_path)
+    assert again.returncode == 0 and f"continues after step 6 from {folder}" in again.stdout, again.stderr
+    assert [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()] == [5, 6, 7, 8]
+    other = run_command(*line, "train.steps=8", "hydra.run.dir=run", cwd=tmp_path)
+    assert other.returncode == 2 and f"checkpoint.resume=null here, {finished} there" in other.stderr, other.stderr
 
 
 def test_a_run_is_compared_with_its_checkpoint_not_with_the_last_start(tmp_path, finished):

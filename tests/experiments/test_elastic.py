@@ -85,6 +85,15 @@ def test_a_pipeline_goes_on_with_as_many_ranks_as_its_stages_allow(straight, tmp
     assert losses_of(tmp_path) == pytest.approx(losses_of(straight), rel=TOLERANCE)
 
 
+def test_torchrun_restarts_a_run_that_names_no_checkpoint(straight, tmp_path):
+    """B3: the second start began at step 1, dropped rows and pruned checkpoints."""
+    folder = tmp_path / "run"
+    options = ("train.global_batch_size=8", "train.steps=8", f"hydra.run.dir={folder}")
+    told = run(*options, cwd=tmp_path, fault=KILLED | {"count": 11}, starter=TORCHRUN)
+    assert "continues after step 4 " in told or "continues after step 2 " in told
+    assert losses_of(folder) == pytest.approx(losses_of(straight), rel=TOLERANCE)
+
+
 def test_torchrun_goes_on_with_more_ranks_and_starts_them_again(straight, tmp_path):
     """The folder is from one rank and lacks its last checkpoints; then a rank is lost during the run."""
     folder = Path(shutil.copytree(straight, tmp_path / "run"))

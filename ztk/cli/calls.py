@@ -60,7 +60,8 @@ def run(
 
     Args:
         *overrides: Words of the command line.
-        folder: Folder of the run. Defaults to a new one below `outputs/`.
+        folder: Folder of the run. Defaults to a new one below `outputs/`. An existing run of the same configuration is continued: a finished
+            run does not run again.
         config_dir: Folder with options of your own, or several, as `--config-dir`; see docs/extending.md.
         quiet: Suppresses the run's output. Errors still contain their cause.
         **keys: Overrides as keywords.

@@ -77,8 +77,8 @@ def settle_folder(config: Config, *, is_restart: bool, continued: Callable[[], C
         if not is_restart and newest is None and not _is_done(config, newest=newest, steps=steps):
             raise FolderRefused(
                 [
-                    f"{folder}: has the record of {steps} steps and no checkpoint to continue from; use checkpoint.resume=auto to start "
-                    "again at step 1, which replaces these rows, or name another folder with hydra.run.dir=FOLDER"
+                    f"{folder}: has the record of {steps} steps and no checkpoint to continue from; use checkpoint.resume=overwrite to "
+                    "start again at step 1, which removes these rows, or name another folder with hydra.run.dir=FOLDER"
                 ]
             )
         if given is None and (newest is not None or (is_restart and config.checkpoint.saves)):

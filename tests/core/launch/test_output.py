@@ -5,7 +5,7 @@ import io
 import json
 import os
 import pty
-import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 from ztk.core.launch import errors
 from ztk.core.launch.errors import failure_of, read_failure, write_failure
 from ztk.core.launch.output import LastingOutput
+from ztk.core.launch.processes import _signals
 from ztk.report.folder import LineFile
 
 CHECKOUT = Path(__file__).parents[3]
@@ -24,10 +25,6 @@ LINE = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=fake", "launch.
 def closed() -> None:
     os.close(1)
     os.close(2)
-
-
-def limited() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
 
 
 def hung_up() -> int:
@@ -113,3 +110,16 @@ def test_an_error_reaches_the_launcher_without_a_file(tmp_path, monkeypatch):
     assert read_failure(tmp_path / "other", rank=0, memory=memory) is None
     found = read_failure(tmp_path / "other", rank=1, memory=memory)
     assert found is not None and str(found) == "rank 1: ValueError: the cause"
+
+
+def test_nohup_keeps_its_effect():
+    """The launcher's handler replaced the ignored signal, so the end of a terminal ended the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
