@@ -92,7 +92,6 @@ SAMPLED = {
     "tests/planner/test_plan.py::test_a_plan_has_the_bytes_of_the_run": 2,
     "tests/planner/test_repeating.py::test_counts_equal_a_complete_trace": 2,
     "tests/rl/rollout/test_ahead.py::test_a_resumed_run_and_one_that_waits_equal_the_one_that_overlaps": 2,
-    "tests/rl/rollout/test_answering.py::test_answers_have_the_bits_of_their_texts_alone": 2,
     "tests/rl/rollout/test_environments.py::test_a_run_resumed_between_updates_equals_the_uninterrupted_one": 2,
     "tests/rl/rollout/test_layouts.py::test_losses_of_divided_models_are_those_of_one_rank": 2,
     "tests/rl/rollout/test_memory.py::test_a_rollouts_memory_equals_the_formula": 2,
