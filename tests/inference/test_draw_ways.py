@@ -48,9 +48,10 @@ def _phi():
 
 
 def _of_transformers(family, **options):
-    """A model that the engine computes by its own modules."""
+    """A model that the engine computes by its own modules. Rows of the inner width fill a processor's vectors."""
     torch.manual_seed(2)
-    config = getattr(transformers, f"{family}Config")(**_GROUPED, head_dim=16, **options)
+    sizes = _GROUPED | {"head_dim": 16, "intermediate_size": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes, **options)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -142,8 +143,7 @@ def test_every_way_to_draw_has_the_logits_of_the_model(head, cache, monkeypatch)
         own = _expected(model, tokens=PROMPT)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1))
         torch.testing.assert_close(scores.double(), own[:, 0], rtol=0, atol=2.5e-4)
     for (name, sampling), [other] in zip(every.items(), together, strict=True):
-        assert alone[name].tokens == other.tokens, name
-        torch.testing.assert_close(alone[name].logprobs, other.logprobs, rtol=0, atol=2.5e-4)
+        assert (alone[name].tokens, alone[name].logprobs.tolist()) == (other.tokens, other.logprobs.tolist()), name
         _check(other, model=model, sampling=sampling, weights=rounded)
 
 
