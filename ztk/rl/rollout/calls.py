@@ -63,8 +63,9 @@ def values_of(returned: Any) -> list[Any]:
     """
     if isinstance(returned, Sequence) and not isinstance(returned, str | bytes | bytearray):
         return list(returned)
-    if getattr(returned, "ndim", None) == 1 and callable(getattr(returned, "tolist", None)):
-        return returned.tolist()
+    tolist = getattr(returned, "tolist", None)
+    if getattr(returned, "ndim", None) == 1 and callable(tolist):
+        return tolist()
     shape = f" of shape {tuple(returned.shape)}" if hasattr(returned, "shape") else ""
     raise TypeError(f"a {type(returned).__name__}{shape}")
 
