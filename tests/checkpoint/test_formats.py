@@ -16,6 +16,7 @@ from ztk.checkpoint import CheckpointError, load, read_manifest, resolve, save
 from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.export import export_safetensors, export_state_dict
+from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.verify import verify
 
 SETUP = Setup(layout=Layout(stage=3), dtype="bf16")
@@ -219,3 +220,38 @@ def test_unknown_sources_are_refused(tmp_path):
             import_checkpoint(tmp_path / name, to=tmp_path / "in")
     with pytest.raises(CheckpointError):
         resolve(tmp_path / "in")
+
+
+def _imported(folder, *, value: float):
+    weights = {"own.weight": torch.full((3, 5), value), "other.bias": torch.arange(4.0)}
+    torch.save(weights, folder / "state.pt")
+    return import_checkpoint(folder / "state.pt", to=folder / "in").parent
+
+
+@pytest.mark.parametrize("export", [export_safetensors, export_state_dict])
+def test_values_that_the_dtype_cannot_hold_are_refused(tmp_path, export):
+    step, out = _imported(tmp_path, value=7e4), tmp_path / "out.pt"
+    with pytest.raises(
+        ValueError, match=r"own.weight has values up to 7e\+04, which float16 cannot hold; use --dtype fp32"
+    ):
+        export(step, to=out, dtype=torch.float16)
+    assert not list(tmp_path.glob("out*"))
+    export(step, to=out, dtype=torch.bfloat16)
+
+
+def test_an_export_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
+    step, finish, save_ = _imported(tmp_path, value=1.0), TensorFileWriter.finish, torch.save
+
+    def damaged(self):
+        finish(self)
+        with open(self.path, "r+b") as file:
+            file.seek(self.offset("other.bias") + 5)
+            file.write(b"x")
+
+    monkeypatch.setattr(TensorFileWriter, "finish", damaged)
+    with pytest.raises(CheckpointError, match="model.safetensors: other.bias differs from what was written"):
+        export_safetensors(step, to=tmp_path / "out")
+    monkeypatch.setattr(torch, "save", lambda state, to: save_(state | {"other.bias": state["other.bias"] + 1}, to))
+    with pytest.raises(CheckpointError, match="differs from what was written"):
+        export_state_dict(step, to=tmp_path / "out.pt")
+    assert not list(tmp_path.glob("out*"))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import gguf
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.inference.models import build, save_letters
 from tests.rl.align.chats import train_tokenizer
+from ztk.checkpoint import CheckpointError
 from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.gguf import reading
@@ -209,7 +211,7 @@ def test_what_is_not_written_is_refused(tmp_path):
     (tmp_path / "letters" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="has no safetensors files; save the model by save_pretrained"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
-    with pytest.raises(ValueError, match="--kind Q5_K: must be F16, Q8_0, Q4_0 or Q4_1"):
+    with pytest.raises(ValueError, match="--kind Q5_K: must be F16, BF16, F32, Q8_0, Q4_0 or Q4_1"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf", kind="Q5_K")
 
 
@@ -232,6 +234,140 @@ def test_parts_that_transformers_would_leave_out_are_refused(more, names, messag
     assert config_of(metadata, shapes=shapes | dict.fromkeys(whole, (64,)), file="a.gguf")["attention_bias"]
     with pytest.raises(ValueError, match=message):
         config_of(metadata | more, shapes=shapes | dict.fromkeys(names, (64,)), file="a.gguf")
+
+
+def changed(folder: Path, *, name: str, value: float) -> None:
+    """Sets the first element of one tensor."""
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "fits"),
+    [("F16", 7e4, False), ("Q8_0", 1e7, False), ("Q4_1", 1e7, False), ("BF16", 7e4, True), ("F32", 7e4, True)],
+)
+def test_values_that_a_format_cannot_hold_are_refused(kind, value, fits, tmp_path):
+    name, out = "model.layers.0.mlp.up_proj.weight", tmp_path / "model.gguf"
+    save(tmp_path / "own", family="llama")
+    changed(tmp_path / "own", name=name, value=value)
+    if not fits:
+        with pytest.raises(
+            ValueError,
+            match=rf"blk.0.ffn_up.weight has values up to {re.escape(f'{value:.4g}')}, which --kind {kind}.* --kind BF16",
+        ):
+            export_gguf(tmp_path / "own", to=out, kind=kind)
+        assert not list(tmp_path.glob("model.gguf*"))
+        return
+    export_gguf(tmp_path / "own", to=out, kind=kind)
+    found = load_file(f"{model_folder(str(out))}/model.safetensors")
+    for key, stored in load_file(tmp_path / "own" / "model.safetensors").items():
+        assert torch.equal(
+            found[key].float(), stored.bfloat16().float() if kind == "BF16" and stored.dim() > 1 else stored
+        )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(value, tmp_path):
+    save(tmp_path / "own", family="qwen3")
+    changed(tmp_path / "own", name="model.norm.weight", value=value)
+    with pytest.raises(ValueError, match="output_norm.weight has values that are not finite"):
+        export_gguf(tmp_path / "own", to=tmp_path / "model.gguf", kind="F32")
+
+
+END = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+TEXT_PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("normalizer", {"type": "Lowercase"}, "its normalizer Lowercase changes texts"),
+        ("normalizer", {"type": "NFC"}, "its normalizer NFC changes texts"),
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "StripAccents"}]},
+            "its normalizer NFKC, StripAccents changes texts",
+        ),
+        ("ignore_merges", True, "ignore_merges=true is not that of"),
+        ("end_of_word_suffix", "</w>", "end_of_word_suffix=</w>"),
+        ("lstrip", True, "lstrip of the token '<|"),
+        ("post_processor", [TEXT_PIECE, END], "puts the tokens .* in front of a text and .* after it"),
+    ],
+)
+def test_parts_of_a_tokenizer_that_the_format_cannot_hold_are_refused(part, value, message, tmp_path):
+    save(tmp_path / "own", family="llama")
+    file = tmp_path / "own" / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    if part == "lstrip":
+        stored["added_tokens"][0]["lstrip"] = value
+    elif part == "post_processor":
+        number = next(token["id"] for token in stored["added_tokens"] if token["content"] == "<|im_start|>")
+        special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [number], "tokens": ["<|im_start|>"]}}
+        stored[part] = {"type": "TemplateProcessing", "single": value, "pair": value, "special_tokens": special}
+    else:
+        (stored if part == "normalizer" else stored["model"])[part] = value
+    file.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=message):
+        export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    assert not list(tmp_path.glob("model.gguf*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "names", "message"),
+    [
+        ("qwen3", {"attention_bias": True}, (), "llama.cpp's qwen3 has no place for blk.0.attn_k.bias"),
+        ("gemma", {"attention_bias": True}, (), "llama.cpp's gemma has no place for blk.0.attn_k.bias"),
+        ("llama", {"mlp_bias": True}, (), "llama.cpp's llama "),
+        ("llama", {}, ("lm_head.bias",), "llama.cpp's llama has no place for output.bias"),
+        ("llama", {"final_logit_softcapping": 30.0}, (), "final_logit_softcapping=30.0 is not written"),
+        ("llama", {"vocab_size": 321}, (), r"has 320 rows and config.json vocab_size=321"),
+    ],
+)
+def test_parts_of_a_model_that_the_format_cannot_hold_are_refused(family, more, names, message, tmp_path):
+    build(family, **WIDE | {key: value for key, value in more.items() if key.endswith("bias")}).save_pretrained(
+        tmp_path / "own"
+    )
+    config = tmp_path / "own" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | more))
+    weights = load_file(tmp_path / "own" / "model.safetensors") | {name: torch.zeros(320) for name in names}
+    save_file(weights, tmp_path / "own" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    assert not list(tmp_path.glob("model.gguf*"))
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path):
+    save(tmp_path / "own", family="llama")
+    config = tmp_path / "own" / "config.json"
+    for tied, lacks, message in ((True, False, "lm_head.weight differs"), (False, True, "there is no lm_head.weight")):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": tied}))
+        weights = load_file(tmp_path / "own" / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+        if lacks:
+            del weights["lm_head.weight"]
+        save_file(weights, tmp_path / "own" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+
+
+def test_a_file_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
+    save(tmp_path / "own", family="llama")
+    write = gguf.GGUFWriter.write_tensor_data
+    count = []
+
+    def damaged(self, tensor, **more):
+        count.append(tensor)
+        write(self, tensor + 1 if len(count) == 3 else tensor, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", damaged)
+    with pytest.raises(CheckpointError, match=r"model.gguf.*: blk\..* differs from what was written"):
+        export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", write)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_name", lambda self, name: self.add_string("general.name", "another"))
+    with pytest.raises(CheckpointError, match="general.name differs from what was written"):
+        export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    assert not list(tmp_path.glob("model.gguf*"))
 
 
 def test_two_processes_may_unpack_one_file(tmp_path, monkeypatch):

@@ -1,17 +1,21 @@
 """Models of runs opened for answers: ztk's decoder, transformers' models, adapters."""
 
+import json
 import shutil
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from experiments import policies
 from tests.hf.test_causal import saved
 from ztk import checkpoint
+from ztk.checkpoint import CheckpointError
 from ztk.checkpoint.export import export_adapter, export_safetensors
+from ztk.checkpoint.gguf.writing import export_gguf
 from ztk.config import Machine, compose, save
 from ztk.core.runtime import Process
 from ztk.inference import Generator, SamplingParams
@@ -104,6 +108,7 @@ def test_adapters_are_merged(run, tmp_path, family, targets):
     from peft import PeftModel
 
     base = saved(tmp_path, family=family)
+    (Path(base) / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "do_sample": False}))
     folder = run(*HF, f"model.path={base}", "lora=adapter", f"lora.targets={targets}", "lora.rank=2", "lora.alpha=6")
     opened = open_model(str(folder))
     export_adapter(folder, to=tmp_path / "adapter")
@@ -117,12 +122,69 @@ def test_adapters_are_merged(run, tmp_path, family, targets):
             found[name], value, rtol=3 * 2**-24, atol=4 * 2**-24 * float(value.detach().abs().max())
         )
     assert not torch.allclose(logits(merged), before, rtol=1e-2)
+    _check_merged_exports(folder, merged=merged, family=family, to=tmp_path)
     base_model = transformers.AutoModelForCausalLM.from_pretrained(base)
     beside = Generator(base_model, adapters={"own": checkpoint.read_adapter(folder)})
     [[found], [plain]] = beside.generate([[1, 2, 3]] * 2, sampling=GREEDY, adapters=["own", None])
     [[wanted]] = Generator(opened.module).generate([[1, 2, 3]], sampling=GREEDY)
     assert found.tokens == wanted.tokens and torch.equal(found.logprobs, wanted.logprobs)
     assert not torch.equal(plain.logprobs, wanted.logprobs)
+
+
+def _check_merged_exports(folder, *, merged, family: str, to) -> None:
+    """The base, which the checkpoint leaves out, is read from the folder that the run has recorded."""
+    assert checkpoint.leaves_out_base(folder)
+    export_safetensors(folder, to=to / "merged")
+    exported, info = transformers.AutoModelForCausalLM.from_pretrained(to / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(logits(exported), logits(merged), rtol=1e-5, atol=1e-5)
+    found = json.loads((to / "merged" / "generation_config.json").read_text())
+    assert found["max_new_tokens"] == 7 and "adapters" not in json.loads((to / "merged" / "config.json").read_text())
+    if family == "Llama":
+        export_gguf(folder, to=to / "merged.gguf", kind="F32")
+        read = transformers.AutoModelForCausalLM.from_pretrained(to, gguf_file="merged.gguf")
+        torch.testing.assert_close(logits(read), logits(merged), rtol=1e-5, atol=1e-5)
+
+
+def in_one_file(tmp_path) -> Path:
+    """A folder of a Llama with one safetensors file."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved(tmp_path, family="Llama"))
+    model.save_pretrained(tmp_path / "single")
+    return tmp_path / "single"
+
+
+def test_a_merged_export_needs_the_base_of_the_run(run, tmp_path):
+    base = in_one_file(tmp_path)
+    folder = run(*HF, f"model.path={base}", "lora=adapter", "lora.rank=2")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if "norm" not in name}, base / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"the base .* lacks model\..*norm.* it is another model, or use --adapter"
+    ):
+        export_safetensors(folder, to=tmp_path / "exported")
+    (base / "model.safetensors").unlink()
+    for export in (export_safetensors, export_gguf):
+        with pytest.raises(CheckpointError, match="is no folder with safetensors files: copy the base there"):
+            export(folder, to=tmp_path / "exported")
+    with pytest.raises(CheckpointError, match="lacks .* frozen ones .* export it merged"):
+        export_safetensors(folder, to=tmp_path / "exported", own_names=True)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_embedding_of_other_rows_than_the_configuration_is_refused(tmp_path):
+    base = in_one_file(tmp_path)
+    weights = load_file(base / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(
+        weights | {"model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    rows = len(embedding)
+    with pytest.raises(
+        ValueError, match=rf"embed_tokens.weight has the shape \[{rows + 8}, .* and \[{rows}, .* vocab_size"
+    ):
+        open_model(str(base))
 
 
 def test_a_run_that_learnt_chats_answers_them_and_ends(run, tmp_path):

@@ -116,7 +116,7 @@ def _export(options: argparse.Namespace) -> int:
         raise ValueError(f"--kind {options.kind} has no effect without --format gguf: add it, or leave --kind out")
     if options.format == "gguf":
         if options.dtype:
-            raise ValueError("--dtype has no effect with --format gguf: use --kind F16, Q8_0, Q4_0 or Q4_1")
+            raise ValueError("--dtype has no effect with --format gguf: use --kind BF16, F16 or another")
         report = export_gguf(options.dir, to=options.to, kind=options.kind or "F16", ema=options.ema)
         print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, {options.kind or 'F16'}, from {options.dir}")
         return 0

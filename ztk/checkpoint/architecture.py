@@ -5,6 +5,7 @@ A checkpoint's `model` is None or a dictionary with at most one of the first two
     "decoder": the DecoderConfig of a native decoder
     "transformers": the configuration of a model whose config has `to_json_string`, such as transformers models
     "adapters": name -> configuration of each adapter, in peft's format
+    "generation": generation_config.json of the folder that the model was loaded from
 """
 
 import json
@@ -25,6 +26,8 @@ from ztk.checkpoint.manifest import Manifest, read_manifest
 from ztk.nn import Decoder
 from ztk.nn.lora import is_adapter
 
+_PEFT = "base_model.model."  # peft adds this prefix; ztk.nn.lora keeps the model's names
+
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
     """Returns the `model` entry for `module`; see the docstring of this file."""
@@ -35,6 +38,8 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         exported := getattr(module, "exported_config", None), Mapping
     ):  # the configuration of the folder that the model was loaded from
         found["transformers"] = dict(exported)
+        if generation := getattr(module, "exported_generation", None):
+            found["generation"] = generation
     elif hasattr(config := getattr(module, "config", None), "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
         # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
@@ -75,10 +80,22 @@ def scale_of(manifest: Manifest) -> float:
     return described["lora_alpha"] / described["r"]
 
 
+def merges(manifest: Manifest) -> bool:
+    """Returns whether an export merges the checkpoint's adapters: ztk's own, not the ones of peft in a model of a script's."""
+    return "decoder" in (manifest.model or {}) or any(
+        is_adapter(info.name) and not info.name.startswith(_PEFT) for info in manifest.parameters
+    )
+
+
+def is_turned(manifest: Manifest) -> bool:
+    """Returns whether the layers with adapters store their weights as [in, out], as in GPT-2."""
+    return bool((manifest.model or {})["adapters"]["default"].get("fan_in_fan_out"))
+
+
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
     """Returns (own name -> exported name, config.json or None) of a checkpoint. dtype: of the weights.
 
-    A model with adapters has no config.json, because it has peft's names, which no transformers model uses.
+    A model with adapters of peft has no config.json, because it has peft's names, which no transformers model uses.
     """
     model, names = manifest.model or {}, [info.name for info in [*manifest.parameters, *manifest.buffers]]
     rename = TO_LLAMA if "decoder" in model and is_llama(model["decoder"]) else {}
@@ -87,7 +104,7 @@ def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[s
     elif "decoder" in model:
         config = {"model_type": "ztk_decoder", **model["decoder"]}
     else:
-        config = None if "adapters" in model else model.get("transformers")
+        config = model.get("transformers") if "adapters" not in model or merges(manifest) else None
     if config is not None:  # transformers before 5 reads torch_dtype
         config = config | dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
     return {name: renamed(name, rename=rename) for name in names}, config
@@ -114,8 +131,7 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
         f"{module}." for module in configs[adapter].get("modules_to_save") or ()
     )  # ztk's adapters make no copy of these modules
     names |= {info.name: info.name for info in manifest.parameters if heads and info.name.startswith(heads)}
-    prefix = "base_model.model."  # peft adds this prefix; ztk.nn.lora keeps the model's names
-    names = {own: name if name.startswith(prefix) else prefix + name for own, name in names.items()}
+    names = {own: name if name.startswith(_PEFT) else _PEFT + name for own, name in names.items()}
     return names, configs[adapter] | {"inference_mode": True}
 
 

@@ -10,29 +10,29 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.architecture import adapter_view, scale_of, transformers_view
+from ztk.checkpoint.architecture import adapter_view, is_turned, merges, scale_of, transformers_view
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
 from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
-from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
+from ztk.checkpoint.sources import RANGE_ELEMENTS, SafetensorsSource, load_plain
+from ztk.checkpoint.tensorfile import TensorSpec, check_tensors, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all, states_of_parameters
-from ztk.core.policies.records import run_folder
+from ztk.core.policies.records import run_folder, weight_files
 from ztk.data.subword import read_settings, token_text
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
 from ztk.zero.update.piece_states import FROZEN, MASTER
 
-RANGE_ELEMENTS = 4 << 20  # elements in memory at a time
 SHARD_BYTES = 5 << 30  # bytes per exported file, the default of Hugging Face
 
 
@@ -46,7 +46,10 @@ class ExportReport:
 
 
 class Weights:
-    """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once."""
+    """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once.
+
+    Frozen weights that a checkpoint of adapters leaves out are those of the folder that it names as its base.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,9 @@ class Weights:
         ema: exports the moving average of trained parameters.
         is_merged: merges adapters: exports W + alpha / rank B A, summed in float32, in place of W, and leaves out A and B.
 
-        Raises CheckpointError if the checkpoint has no average.
+        Raises CheckpointError if the checkpoint has no average, or if its base is not where the checkpoint names it.
         """
+        self._base, self._left_out = (_base_of(manifest) if is_merged else None), frozenset(manifest.left_out)
         if ema and AVERAGE not in (manifest.state_names or ()):
             raise CheckpointError(
                 f"{manifest.path} has no average of the weights: train with ema.decay=0.999, or ask for the weights"
@@ -80,6 +84,7 @@ class Weights:
                 if own not in self._adapters
             }
             self._scale = scale_of(manifest) if self._adapters else 0.0
+            self._is_turned = bool(self._adapters) and is_turned(manifest)
         self._infos = infos if names is None else {other: infos[own] for own, other in names.items()}
         self._buffers = {info.name for info in manifest.buffers}
 
@@ -110,21 +115,38 @@ class Weights:
         return flat.view(info.shape)
 
     def read(self, name: str, *, start: int, stop: int) -> Tensor:
-        """Returns elements [start, stop) of the flat values of `name`."""
+        """Returns elements [start, stop) of the flat values of `name`.
+
+        Raises ValueError for values that the dtype of the export cannot hold.
+        """
         info = self._infos[name]
         values = self._stored(info, start=start, stop=stop)
         below = self._adapters.get(adapter_of(info.name)[0])
         if below is not None:
             values = values.float() + self._product(info, below=below, start=start, stop=stop)
-        return values.to(self._dtype_of(info))
+        found = values.to(self._dtype_of(info))
+        if found.dtype is not values.dtype and (found.isinf() & values.isfinite()).any():
+            raise ValueError(
+                f"{info.name} has values up to {float(values.abs().max()):.4g}, which {str(found.dtype).removeprefix('torch.')} cannot hold; "
+                "use --dtype fp32"
+            )
+        return found
 
     def _stored(self, info: TensorInfo, *, start: int, stop: int) -> Tensor:
+        if self._base is not None and info.name in self._left_out:
+            return self._base.full(info.name).view(-1)[start:stop]
         kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else FROZEN
         return self._reader.read(name=info.name, kind=kind, start=start, stop=stop)
 
     def _product(self, info: TensorInfo, *, below: TensorInfo, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of flat scale * B A. below: A, [rank, in]."""
         rank, width = below.shape
+        if self._is_turned:  # the weight is [in, out]
+            above = self._adapters[adapter_of(info.name)[1]]
+            down, up = (
+                self._stored(one, start=0, stop=prod(one.shape)).float().view(one.shape) for one in (below, above)
+            )
+            return (up @ down * self._scale).T.flatten()[start:stop]
         first, last = start // width, -(-stop // width)  # row numbers
         above = self._adapters[adapter_of(info.name)[1]]
         down = self._stored(below, start=0, stop=rank * width).float().view(rank, width)
@@ -156,25 +178,29 @@ def export_safetensors(
     shard_bytes: largest size of a file.
     ema: exports the moving average in place of the weights.
 
+    The files are read again and compared with what was written before the folder gets its name.
+
     Raises:
-        CheckpointError: the checkpoint is damaged or lacks weights, or the average.
-        ValueError: `to` exists.
+        CheckpointError: the checkpoint is damaged or lacks weights, or the average, or a file differs from what was written.
+        ValueError: `to` exists, or `dtype` cannot hold a value.
     """
-    manifest = full_manifest(path)
+    manifest = full_manifest(path, is_merged=not own_names)
     names, config = None, None
     if not own_names:
         names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
     if isinstance(manifest.extra, dict) and "config" in manifest.extra:
         config = manifest.extra["config"]
-    is_merged = not own_names and "decoder" in (manifest.model or {})
+    is_merged = not own_names and merges(manifest)
     weights = Weights(manifest, dtype=dtype, names=names, ema=ema, is_merged=is_merged)
     with closing(weights), _new_folder(Path(to)) as folder:
         sizes = [spec.nbytes for spec in weights.specs]
         numbers = files_of(sizes, limit=shard_bytes, stem="model", ending="safetensors")
         files = {name: [weights.specs[number] for number in own] for name, own in numbers.items()}
-        nbytes = sum(
-            write_tensors(folder / name, specs=specs, ranges=weights.ranges).nbytes for name, specs in files.items()
-        )
+        nbytes = 0
+        for name, specs in files.items():
+            written = write_tensors(folder / name, specs=specs, ranges=weights.ranges)
+            check_tensors(written, specs=specs)
+            nbytes += written.nbytes
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(spec.nbytes for specs in files.values() for spec in specs)},
@@ -185,6 +211,8 @@ def export_safetensors(
         if config is not None:
             ends = {key: value for key, value in special_tokens(folder).items() if config.get(key) is None}
             _write_json(folder / "config.json", value=config | ends)
+        if generation := (manifest.model or {}).get("generation"):
+            _write_json(folder / "generation_config.json", value=generation)
     return ExportReport(path=Path(to), files=len(files), nbytes=nbytes)
 
 
@@ -239,6 +267,7 @@ def export_adapter(
     weights = Weights(manifest, dtype=dtype, names=names, ema=ema)
     with closing(weights), _new_folder(Path(to)) as folder:
         written = write_tensors(folder / "adapter_model.safetensors", specs=weights.specs, ranges=weights.ranges)
+        check_tensors(written, specs=weights.specs)
         _write_json(folder / "adapter_config.json", value=config)
     return ExportReport(path=Path(to), files=1, nbytes=written.nbytes)
 
@@ -248,13 +277,20 @@ def export_state_dict(
 ) -> ExportReport:
     """Writes one file for `torch.load(to, weights_only=True)`: a state_dict with tied names.
 
-    The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
+    The format is a pickle, so all weights are in memory at once. The file is read again before it gets its name.
+
+    Raises:
+        CheckpointError: as of `export_safetensors`, or the file differs from what was written.
+        ValueError: as of `export_safetensors`.
     """
     manifest, to = full_manifest(path), Path(to)
     with new_file(to) as temporary, closing(Weights(manifest, dtype=dtype, ema=ema)) as weights:
         state = {spec.key: weights.full(spec.key) for spec in weights.specs}
         state |= {name: state[canonical] for name, canonical in manifest.tied.items()}
         torch.save(state, temporary)
+        found = load_plain(temporary)
+        if found.keys() != state.keys() or not all(_is_same(found[name], other=value) for name, value in state.items()):
+            raise CheckpointError(f"{temporary} differs from what was written: write it again on another disk")
     return ExportReport(path=to, files=1, nbytes=to.stat().st_size)
 
 
@@ -331,19 +367,58 @@ def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor
             yield key, flat.view(info.shape)
 
 
-def full_manifest(path: str | os.PathLike) -> Manifest:
+def full_manifest(path: str | os.PathLike, *, is_merged: bool = False) -> Manifest:
     """Reads the manifest and checks that the checkpoint contains all parameters.
 
+    is_merged: the export merges adapters into their base. Parameters that the checkpoint leaves out are then added from its base.
+
     Raises:
-        CheckpointError: it contains only the trained parameters.
+        CheckpointError: it contains only the trained parameters, or its base is not there.
     """
     manifest = read_manifest(resolve(path))
-    if manifest.left_out:
+    if manifest.left_out and not (is_merged and merges(manifest)):
         raise CheckpointError(
             f"{manifest.path} contains only the trained parameters and lacks {len(manifest.left_out)} frozen ones such as "
-            f"{manifest.left_out[0]}: export an adapter of it, or save complete checkpoints"
+            f"{manifest.left_out[0]}: export it merged, as safetensors or GGUF, or with --adapter"
         )
-    return manifest
+    base = _base_of(manifest)
+    return manifest if base is None else _with_base(manifest, base=base)
+
+
+def _base_of(manifest: Manifest) -> SafetensorsSource | None:
+    """Returns the weights of the recorded base, or None if the checkpoint has all weights. Raises CheckpointError if they are not there."""
+    if not manifest.left_out:
+        return None
+    named = ((manifest.model or {}).get("adapters") or {}).get("default", {}).get("base_model_name_or_path")
+    files = weight_files(named) if isinstance(named, str) and os.path.isabs(named) and os.path.isdir(named) else []
+    if not files:
+        raise CheckpointError(
+            f"{manifest.path} has adapters of the base {named}, which is no folder with safetensors files: copy the base there, or use "
+            "--adapter"
+        )
+    source = SafetensorsSource(files)
+    if lacking := [name for name in manifest.left_out if not source.has(name)]:
+        raise CheckpointError(
+            f"{manifest.path}: the base {named} lacks {lacking[0]} and {len(lacking) - 1} more: it is another model, or use --adapter"
+        )
+    return source
+
+
+def _with_base(manifest: Manifest, *, base: SafetensorsSource) -> Manifest:
+    """Returns the manifest with the parameters that the checkpoint leaves out; `left_out` still names them."""
+    shapes, dtype = base.shapes(), manifest.parameters[0].dtype
+    frozen = [
+        TensorInfo(name=name, shape=list(shapes[MASTER, name]), dtype=dtype, trainable=False)
+        for name in manifest.left_out
+    ]
+    return replace(manifest, parameters=[*frozen, *manifest.parameters])
+
+
+def _is_same(value: Tensor, *, other: Tensor) -> bool:
+    """Returns whether two tensors have the same bytes, dtype and shape."""
+    if value.dtype is not other.dtype or value.shape != other.shape:
+        return False
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (value, other)))
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ztk.checkpoint.errors import CheckpointError
-from ztk.checkpoint.export import RANGE_ELEMENTS
 from ztk.zero.update.piece_states import MASTER
+
+RANGE_ELEMENTS = 4 << 20  # elements in memory at a time
 
 Key = tuple[str, str]
 _OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer|optimizer_state)\.state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
@@ -63,13 +64,20 @@ class SafetensorsSource(_Weights):
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} is missing, truncated or not a safetensors file: {error}") from error
             self._files |= dict.fromkeys(file.keys(), file)
+        self._last: tuple[str, Tensor] | None = None
+
+    def has(self, name: str) -> bool:
+        """Returns whether the files have a tensor of this name."""
+        return name in self._files
 
     def shapes(self) -> dict[Key, tuple[int, ...]]:
         return {(MASTER, name): tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def full(self, name: str) -> Tensor:
-        """Returns a tensor in its shape."""
-        return self._files[name].get_tensor(name)
+        """Returns a tensor in its shape. The last one stays in memory, because its ranges are read one after the other."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._files[name].get_tensor(name))
+        return self._last[1]
 
     def ranges(self, key: Key) -> Iterator[Tensor]:
         yield from self.full(key[1]).view(-1).split(RANGE_ELEMENTS)

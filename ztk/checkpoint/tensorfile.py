@@ -14,9 +14,11 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums
+from ztk.checkpoint.errors import CheckpointError
 from ztk.core.runtime.host_memory import view_bytes
 
 COPY_BYTES = 16 << 20  # bytes per copy from an accelerator to the host
@@ -109,6 +111,32 @@ def write_tensors(
     finally:
         writer.close()
     return writer
+
+
+def check_tensors(written: TensorFileWriter, *, specs: Sequence[TensorSpec]) -> None:
+    """Reads the file of `write_tensors` and compares it with what was written.
+
+    Raises:
+        CheckpointError: its names, shapes, dtypes or bytes differ.
+    """
+    with safe_open(written.path, framework="pt") as file:
+        found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - the file is no mapping
+        kinds = {key: (one.get_dtype(), tuple(one.get_shape())) for key, one in found.items()}
+    differing = sorted(
+        key for key, _ in kinds.items() ^ {s.key: (DTYPE_NAMES[s.dtype], s.shape) for s in specs}.items()
+    )
+    with open(written.path, "rb") as file:
+        for spec in specs:
+            checksums, left = BlockChecksums(), spec.nbytes
+            file.seek(written.offset(spec.key))
+            while left and (data := file.read(min(left, COPY_BYTES))):
+                checksums.add(memoryview(data))
+                left -= len(data)
+            differing += [spec.key] if left or checksums.values != written.checksums(spec.key) else []
+    if differing:
+        raise CheckpointError(
+            f"{written.path}: {differing[0]} differs from what was written: write it again on another disk"
+        )
 
 
 def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tuple[bytes, dict[str, int]]:

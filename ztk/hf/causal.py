@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -100,6 +101,8 @@ def trainable(
         add_adapters(model, policy=lora, base=path)
         values = adapter_values(values, model=model, seed=seed)
     model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
+    if (generation := Path(path, "generation_config.json")).is_file():
+        model.exported_generation = json.loads(generation.read_text(encoding="utf-8"))
     model.config.use_cache = False  # recomputed blocks would append to the cache twice
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.takes_documents = keeps_apart(config)

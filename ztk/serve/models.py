@@ -196,12 +196,23 @@ def folder_module(folder: Path, *, key: str = "inference.model") -> nn.Module:
     auto = transformers_module(f"{key}={folder}").AutoModelForCausalLM
     try:
         model, info = auto.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
         )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key}={folder}: {str(error).splitlines()[0]}; name a folder with a causal language model"
         ) from None
+    if others := sorted(info["mismatched_keys"]):
+        name, own, expected = others[0]
+        raise ValueError(
+            f"{key}={folder}: {name} has the shape {list(own)} in its files, and {list(expected)} by its config.json; set the sizes of "
+            "config.json, such as vocab_size, to the ones of the weights"
+        )
     if missing := sorted(info["missing_keys"]):
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         raise ValueError(

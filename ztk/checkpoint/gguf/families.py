@@ -44,6 +44,19 @@ _BLOCK = {
 }
 _ATTENTION = frozenset(("attn_q", "attn_k", "attn_v", "attn_output"))
 _BIASES = {"qwen2": _ATTENTION - {"attn_output"}}  # tensors of a block with biases; for other families all of attention
+# Biases of a block that llama.cpp's graph adds.
+_GRAPH_BIASES: dict[str, frozenset[str]] = {
+    "llama": _ATTENTION,
+    "qwen2": _BIASES["qwen2"],
+    "qwen3": frozenset(),
+    "gemma": frozenset(),
+}
+# Keys of config.json that change the computation, and that no key of these families has -> values without effect.
+_NEUTRAL = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys(("partial_rotary_factor", "logit_scale", "residual_multiplier", "embedding_multiplier"), (None, 1)),
+    "attention_multiplier": (None,),
+}
 _ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "gemma": "gelu_pytorch_tanh"}
 _THETA = 10000.0  # if neither file nor configuration has a value
 
@@ -108,6 +121,23 @@ def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
         )
 
 
+def check_biases(names: Iterable[str], *, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for biases that llama.cpp's graph of the family does not add, and for a part of the ones that it needs.
+
+    names: of the tensors in the file.
+    """
+    name = ARCHITECTURES[config["model_type"]]
+    biases = {one for one in names if one.endswith(".bias")}
+    parts = _GRAPH_BIASES[name] if any(one.startswith("blk.") for one in biases) else ()
+    expected = {f"blk.{layer}.{part}.bias" for layer in range(config["num_hidden_layers"]) for part in parts}
+    if odd := sorted(biases ^ expected):
+        raise ValueError(
+            f"--format gguf: llama.cpp's {name} has no place for {odd[0]}, or not without others; leave --format out"
+            if odd[0] in biases
+            else f"--format gguf: llama.cpp's {name} needs {odd[0]} with the other biases; leave --format out"
+        )
+
+
 def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns (architecture, metadata below it) for a `config.json`.
 
@@ -124,6 +154,9 @@ def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(
             f"--format gguf: rope_type={kind} is not written, only default positions are; leave --format out"
         )
+    for key, usual in _NEUTRAL.items():
+        if (value := config.get(key, rope.get(key))) not in usual:
+            raise ValueError(f"--format gguf: {key}={value} is not written for {name}; leave --format out")
     activation = config.get("hidden_act", _ACTIVATIONS[name])
     if activation != _ACTIVATIONS[name] and (name, activation) != (
         "gemma",

@@ -93,9 +93,11 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
             f"--format gguf: the tokenizer in {folder} has {len(tokens)} tokens and the model {vocabulary}; use the model's own tokenizer"
         )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    pre = _pre_of(stored, folder=folder)
+    _check_parts(stored, pre=pre, folder=folder)
     found = {
         f"{_PREFIX}model": "gpt2",
-        f"{_PREFIX}pre": _pre_of(stored, folder=folder),
+        f"{_PREFIX}pre": pre,
         f"{_PREFIX}tokens": tokens,
         f"{_PREFIX}token_type": types,
         f"{_PREFIX}merges": merges,
@@ -107,7 +109,14 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
         text = token_text(named.get(setting))
         if text in known:
             found[f"{_PREFIX}{name}_token_id"] = known[text]
-    found[f"{_PREFIX}add_bos_token"] = _adds_bos(stored, bos=found.get(f"{_PREFIX}bos_token_id"))
+    before, after = _around(stored)
+    ids = {side: found.get(f"{_PREFIX}{side}_token_id") for side in ("bos", "eos")}
+    if before not in ([], [ids["bos"]]) or after not in ([], [ids["eos"]]):
+        raise ValueError(
+            f"--format gguf: the tokenizer in {folder} puts the tokens {before} in front of a text and {after} after it, and GGUF can name "
+            "bos_token and eos_token alone; leave --format out"
+        )
+    found |= {f"{_PREFIX}add_bos_token": bool(before)} | ({f"{_PREFIX}add_eos_token": True} if after else {})
     if template := _template(folder, named=named):
         found["tokenizer.chat_template"] = template
     return found
@@ -240,11 +249,53 @@ def _significant(words: Any) -> Any:
     return [_significant(part) for part in words] if isinstance(words, list) else words
 
 
-def _adds_bos(stored: Mapping[str, Any], *, bos: int | None) -> bool:
+def _around(stored: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Returns the tokens that the tokenizer adds before and after a text."""
     after = stored.get("post_processor") or {}
     parts: Iterable[Mapping[str, Any]] = after.get("processors", [after])
-    ids = [entry["ids"] for part in parts for entry in (part.get("special_tokens") or {}).values()]
-    return bos is not None and [bos] in ids
+    found: tuple[list[int], list[int]] = ([], [])
+    for part in parts:
+        side = 0
+        for piece in part.get("single") or ():
+            if "Sequence" in piece:
+                side = 1
+            else:
+                found[side].extend(part["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
+    return found
+
+
+def _check_parts(stored: Mapping[str, Any], *, pre: str, folder: Path) -> None:
+    """Raises ValueError for parts of a tokenizer that a GGUF file does not hold, so that other tokens would be read.
+
+    The name qwen2 stands for NFC, and llama-bpe for words that are looked up before they are merged.
+    """
+    model, faults = stored["model"], []
+    normal = stored.get("normalizer")
+    kinds = [part["type"] for part in _parts_of(normal)]
+    if kinds and (kinds != ["NFC"] or pre != "qwen2"):
+        faults.append(f"its normalizer {', '.join(kinds)} changes texts")
+    if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
+        faults.append(f"ignore_merges={str(bool(model.get('ignore_merges'))).lower()} is not that of {pre}")
+    faults += [
+        f"{key}={model[key]}"
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        if model.get(key)
+    ]
+    for token in stored.get("added_tokens") or ():
+        flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
+        faults += [f"{flags[0]} of the token {token['content']!r}"] if flags else []
+    if faults:
+        raise ValueError(
+            f"--format gguf: the tokenizer in {folder} has what GGUF cannot hold, so that llama.cpp would read other tokens: {faults[0]}; "
+            "leave --format out"
+        )
+
+
+def _parts_of(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if normalizer is None:
+        return []
+    inner = normalizer.get("normalizers")
+    return [normalizer] if inner is None else [part for entry in inner for part in _parts_of(entry)]
 
 
 def _template(folder: Path, *, named: Mapping[str, Any]) -> str | None:
