@@ -103,7 +103,7 @@ def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, 
     if "topology.pipeline" not in chosen:
         kept = {key: value for key, value in kept.items() if key.removeprefix("topology.") not in _ONLY_PIPELINES}
     if "topology.tensor" not in chosen:
-        kept.pop("topology.sequence_parallel", None)
+        kept = {key: value for key, value in kept.items() if key not in ("topology.sequence_parallel", "topology.plan")}
     kept = {key: value for key, value in kept.items() if not key.startswith("plan.")}
     values = kept | {"train.global_batch_size": str(config.train.global_batch_size)} | chosen
     return [f"{key}={value}" for key, value in values.items()]

@@ -147,7 +147,7 @@ def pipeline_policy(config: Config) -> PipelinePolicy:
 
 
 def tensor_policy(config: Config) -> TensorPolicy:
-    return TensorPolicy(sequence_parallel=bool(config.topology.sequence_parallel))
+    return TensorPolicy(plan=config.topology.plan, sequence_parallel=bool(config.topology.sequence_parallel))
 
 
 def recompute_policy(config: Config) -> RecomputePolicy:

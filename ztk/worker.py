@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed (the error lies in `ranks/rank{r}.error.json`), 130 interrupted.
 """
 
+import bdb
 import gc
 import importlib
 import importlib.util
@@ -43,7 +44,12 @@ def main() -> None:
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
     """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log."""
     open_closed_streams()
-    log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else keep_output()
+    debug = config.launch.debug  # the rank with the terminal, whose output a debugger needs as it is
+    if debug == rank:
+        os.environ["TTY_COMPATIBLE"] = "0"  # for rich: a progress bar would draw over the debugger's lines
+        log = sys.stderr
+    else:
+        log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 and debug is None else keep_output()
     show_messages()
     try:
         import torch
@@ -54,13 +60,28 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
             instantiate(config.own["task"], config)
         else:
             _main_of(config.task.module)(config)
-    except Exception as error:
+    except Exception as raised:
+        error = _explained(raised, debug=debug, rank=rank)
         failure = failure_of(error, rank=rank)
         log.write(failure.trace)
         write_failure(failure, output_dir=config.output_dir)
         _write_memory(error, output_dir=config.output_dir, rank=rank)
         return failure
     return None
+
+
+def _explained(error: Exception, *, debug: int | None, rank: int) -> Exception:
+    """Returns the error, or for one of pdb's what to do about it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, bdb.BdbQuit):  # Hydra raises another error for an own task's
+        cause = cause.__cause__
+    if cause is None:
+        return error
+    quits = "the debugger was quit"
+    text = (
+        quits if debug == rank else f"breakpoint(): this rank has no terminal; start the run with launch.debug={rank}"
+    )
+    return ValueError(text).with_traceback(error.__traceback__)
 
 
 def _main_of(name: str) -> Callable[[Config], None]:

@@ -1,6 +1,7 @@
 """Research from outside: `examples/research` through the command line, with sweeps, resumes, plans and text of own models."""
 
 import json
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -243,3 +244,72 @@ def test_data_that_draw_go_on_at_a_resume_as_without_one(tmp_path, data):
 
     whole = ran("whole", "train.steps=4", "checkpoint.every=2")
     assert ran("rest", f"checkpoint.resume={tmp_path / 'whole' / 'checkpoints' / 'step-000002'}") == whole
+
+
+_CUT = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    PLAN = {"embedding": "vocabulary", "layers.*.first": "column", "layers.*.second": "row", "output": "head"}
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.second(torch.relu(self.first(x)).flip(0).flip(0))
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.output = nn.Embedding(256, 16), nn.Linear(16, 256)
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.output(x)
+
+    class Planned(Plain):
+        tensor_plan = PLAN
+
+    class Misspelt(Plain):
+        tensor_plan = PLAN | {"layers.*.third": "column"}
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
+"""
+
+
+def test_tensor_plans_of_own_models_act_and_name_their_faults(tmp_path):
+    """The plan is a class attribute or an option of the user's group topology; a head's outputs are whole for the user's loss."""
+    (tmp_path / "cut.py").write_text(textwrap.dedent(_CUT))
+    (tmp_path / "conf" / "topology").mkdir(parents=True)
+    plan = "  embedding: vocabulary\n  layers.*.first: 'column:4'\n  layers.*.second: 'row:4'\n  output: head\n"
+    (tmp_path / "conf" / "topology" / "cut.yaml").write_text(f"tensor: 2\nplan:\n{plan}")
+    (tmp_path / "conf" / "topology" / "odd.yaml").write_text("tensor: 2\nplan: {layers.*.first: diagonal}\n")
+
+    def train(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        last = {word.partition("=")[0]: word for word in (*SMALL, "precision=fp32", "loss._target_=cut.loss", *words)}
+        folder = ("--config-dir", str(tmp_path / "conf"), f"hydra.run.dir={tmp_path / name}")
+        return run_command(*last.values(), *folder, "launch.threads=1", cwd=tmp_path)
+
+    done = [
+        train("one", "model._target_=cut.Plain", "launch.ranks=1"),
+        train("two", "model._target_=cut.Planned", "topology=tp2"),
+        train("yaml", "model._target_=cut.Plain", "topology=cut", "zero=stage3"),
+    ]
+    assert all(one.returncode == 0 for one in done), "".join(one.stdout + one.stderr for one in done)
+    one, two, yaml = (read_summary(tmp_path / name) for name in ("one", "two", "yaml"))
+    assert two["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5)
+    assert yaml["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5)
+    assert two["loss_digest"] != one["loss_digest"] or two["final_loss"] == one["final_loss"]
+    refused = train("odd", "model._target_=cut.Plain", "topology=odd")
+    assert refused.returncode == 2 and "tensor plan layers.*.first=diagonal: must be one of column," in refused.stderr
+    failed = train("misspelt", "model._target_=cut.Misspelt", "topology=tp2")
+    assert failed.returncode == 1 and "tensor plan layers.*.third: the model has no such module" in failed.stderr
+    with pytest.raises(ValueError, match="topology.plan: model=tiny has a tensor plan"):
+        compose("topology=cut", output_dir=tmp_path, folders=[tmp_path / "conf"])

@@ -142,6 +142,8 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
             raise ValueError(
                 f"{word!r}: is not an override; write key=value, ztk.sweep for -m, config_dir=FOLDER for --config-dir"
             )
+        if word.startswith("launch.debug=") and not word.endswith("=null"):
+            raise ValueError(f"{word}: needs a terminal, which a call has not; start `python run.py` in one")
         if word.startswith(_PLACES):
             raise ValueError(f"{word}: cannot be set here; pass folder=FOLDER instead")
     from ztk.config import check_doubled  # imported late because it imports Hydra

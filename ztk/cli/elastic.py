@@ -43,6 +43,7 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
                 save_seconds=config.checkpoint.grace_seconds or 0.0,  # set only for tasks that train and save
                 on_signal=partial(say, saving_notice(config)),
                 start=start,
+                debug=launch.debug,
             )
             break
         except RankError as error:

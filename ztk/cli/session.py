@@ -334,7 +334,7 @@ class Session:
         except ConfigError as error:
             raise resumed.hints(error, folders=extra) from None
         if (asked := _shown(flags)) is not None:
-            folder = next((word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")), _FOLDER)
+            folder = configuration.folder_of_run(words) or _FOLDER
             config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)
             return configuration.to_explained_yaml(config, acting_alone=asked == "job").rstrip()
         line = read_line(words, flags=flags, trusts=resumed.trusts)

@@ -30,7 +30,8 @@ def read_line(words: list[str], *, flags: list[str], trusts: bool = False) -> Sw
     """Parses a line. words, flags: already checked; see `parse_arguments`. trusts: whether recorded words may name code.
 
     Raises:
-        ConfigError: `sweep.*` without a sweep, `sweep.resume` of a folder without `sweep.json`, or together with `hydra.sweep.dir`.
+        ConfigError: `sweep.*` without a sweep, `launch.debug` in one, `sweep.resume` of a folder without `sweep.json`, or together with
+            `hydra.sweep.dir`.
     """
     taken = configuration.take_sweep_keys(words)
     options, words = taken.options, taken.words
@@ -40,6 +41,10 @@ def read_line(words: list[str], *, flags: list[str], trusts: bool = False) -> Sw
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith(_NAMED) for word in words)
     if taken.given and not sweeps:
         raise ConfigError([f"{' '.join(taken.given)}: is for a sweep, and this is one run: add -m"])
+    if sweeps and (
+        debug := [word for word in words if word.startswith("launch.debug=") and word != "launch.debug=null"]
+    ):
+        raise ConfigError([f"{debug[0]}: is for one run at a terminal, and this is a sweep: leave one of them out"])
     if taken.given and (other := [word for word in words if word.startswith("hydra/sweeper=")]):
         raise ConfigError([f"{' '.join(taken.given)}: has no effect with {other[0]}; leave one of them out"])
     line = SweepLine(flags=flags, words=words)

@@ -29,7 +29,7 @@ from ztk.core.policies.runs import (
     is_own,
 )
 from ztk.core.policies.schedule import SchedulerName, wsd_steps
-from ztk.core.policies.train import Evaluated
+from ztk.core.policies.train import MOST_SECONDS, Evaluated
 
 SMALL = 5_000_000  # up to this number of parameters, the option files' rates apply
 # Largest number of parameters -> learning rate from random weights, and its source.
@@ -174,6 +174,9 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     replicas = replicas_of(topology, ranks=ranks)
     fill(config, key="topology.data", value=replicas, reason="ranks divided by the other degrees")
     topology.data = replicas  # the number of an option follows the ranks, too
+    if launch.debug is not None:
+        launch.timeout_seconds = MOST_SECONDS
+        config.reasons["launch.timeout_seconds"] = "launch.debug: a rank in a debugger stops for any time"
     reason = "OMP_NUM_THREADS, else the cores divided by the ranks"
     fill(config, key="launch.threads", value=_threads(machine, ranks=ranks), reason=reason)
     if device == "cuda" and config.offload.optimizer != "none" and config.offload.pin_memory is None:

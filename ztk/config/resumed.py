@@ -19,7 +19,7 @@ from ztk.core.policies.runs import AUTO, OVERWRITE
 
 _RESUME = "checkpoint.resume="
 # Keys that the new command decides itself. The global batch of the run's configuration determines the accumulation steps.
-_LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
+_LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "launch.debug", "train.accumulation_steps", "sweep")
 # Setting the second key on the command line discards the run's value of the first.
 _FOLLOWS = {"data.vocab_size": "data.tokenizer"}
 _OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")

@@ -21,7 +21,7 @@ from ztk.config.own import TARGET, own_faults
 from ztk.config.planning import PLAN, floor_faults, planning_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.text_rules import text_faults
-from ztk.config.topology import DEGREES, is_cut, topology_faults
+from ztk.config.topology import DEGREES, debug_faults, is_cut, topology_faults
 from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
@@ -273,6 +273,7 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
 
 _RULES = (
     topology_faults,
+    debug_faults,
     answering_faults,
     _task,
     _compared_engines,

@@ -9,8 +9,8 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
-from ztk.core.policies.runs import device_of, infers, is_hugging_face
-from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks
+from ztk.core.policies.runs import device_of, infers, is_hugging_face, is_own
+from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks, tensor_rule
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
@@ -59,6 +59,7 @@ def topology_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     yield from _model_faults(config)
     yield from _layout_faults(config, machine=machine)
     yield from _expert_faults(config)
+    yield from _plan_faults(config)
     yield from _pipeline_faults(config)
 
 
@@ -87,6 +88,14 @@ def padded_expert_faults(config: Config) -> Iterator[str]:
             f"{key}: task={config.task.name} pads rows of a model whose layers are cut, and padding would be routed to experts; use "
             f"topology.expert or topology=dp with model.experts={config.model.experts}"
         )
+
+
+def debug_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """Yields a fault if the rank of `launch.debug` does not exist."""
+    debug, ranks = config.launch.debug, 1 if config.task.name == "plan" else settled_ranks(config, machine=machine)
+    if debug is not None and debug >= ranks:
+        counted = "one rank" if ranks == 1 else f"{ranks} ranks"
+        yield f"launch.debug={debug}: the run has {counted}, counted from 0; use launch.debug={ranks - 1}"
 
 
 def _rank_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -181,6 +190,18 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
             f"topology.pipeline={max(1, layers * ranks // stages)} or a model with more layers"
         )
     yield from partition_faults(topology.partition)
+
+
+def _plan_faults(config: Config) -> Iterator[str]:
+    """Yields faults of `topology.plan`. Whether its patterns match is known when the model is built."""
+    plan = config.topology.plan or {}
+    if plan and not is_own(config, section="model") and not is_hugging_face(config.model):
+        yield f"topology.plan: model={config.model.name} has a tensor plan; leave topology.plan out, or use a model of your own"
+    for pattern, text in plan.items():
+        try:
+            tensor_rule(pattern, text=text)
+        except ValueError as error:
+            yield f"topology.plan: {error}"
 
 
 def _expert_faults(config: Config) -> Iterator[str]:

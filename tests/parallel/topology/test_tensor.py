@@ -165,7 +165,7 @@ def build_without_plan(process: Process, *, plan: dict | None) -> str:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "Mlp brings no tensor-parallel plan, and none follows from its modules; pass tensor_plan="),
+        (None, "Mlp has no tensor plan, and none follows from its modules; give the class an attribute tensor_plan ="),
         ({"layers.*": "column"}, "ModuleDict has no weight"),
         ({"layers": "row"}, "ModuleList has no weight"),
         ({"again": "column"}, "tensor plan again=column: full has the same weight"),

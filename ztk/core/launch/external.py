@@ -182,8 +182,8 @@ def _number(name: str, *, default: int | None = None) -> int:
 
 
 def quoted(value: object) -> str:
-    """A path or text as a value in Hydra's grammar."""
-    return "'" + str(value).replace("'", "\\'") + "'"
+    """A path or text as a value in Hydra's grammar, which doubles backslashes only in front of a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(value)) + "'"
 
 
 def _slurm_names(slurm: os._Environ | dict[str, str]) -> dict[str, str]:

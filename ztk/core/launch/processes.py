@@ -40,13 +40,17 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Child:
-    """One process. environment: all its variables. log: file for its output; None for the terminal. cores: the CPU cores it may use."""
+    """One process. environment: all its variables. log: file for its output; None for the terminal. cores: the CPU cores it may use.
+
+    has_keyboard: it reads the terminal and gets its Ctrl-C, for a debugger.
+    """
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path | None = None
     cores: tuple[int, ...] | None = None
+    has_keyboard: bool = False
 
 
 class Started(Protocol):
@@ -80,14 +84,29 @@ def _nothing() -> None:
 
 def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
     """Starts the command of one child. log: file for its output; None for the terminal."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         child.command,
         env=child.environment,
-        stdin=subprocess.DEVNULL,
+        stdin=None if child.has_keyboard else subprocess.DEVNULL,
         stdout=log,
         stderr=None if log is None else subprocess.STDOUT,
         preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - see [Note: Forking with threads]
     )
+    if child.has_keyboard:
+        _give_keyboard(process.pid)
+    return process
+
+
+def _give_keyboard(group: int) -> None:
+    """Puts a process group into the terminal's foreground. Without a terminal, standard input is a pipe, which any process may read."""
+    if not sys.stdin.isatty():
+        return
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent to a group in the background that does this
+    try:
+        with suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.tcsetpgrp(sys.stdin.fileno(), group)
+    finally:
+        signal.signal(signal.SIGTTOU, before)
 
 
 def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> Callable[[], None]:
@@ -144,6 +163,8 @@ def run_children(
         finally:
             grace = _GRACE_SECONDS + drain_seconds if received else _GRACE_AFTER_FAILURE_SECONDS
             _stop(processes, received=received, grace_seconds=grace, saves=bool(save_seconds))
+            if any(child.has_keyboard for child in children):
+                _give_keyboard(os.getpgrp())
     drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
     if received and not (received[0] in ENDING and received[0] != signal.SIGINT and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])

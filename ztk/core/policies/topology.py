@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key
 from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO
+
+# The words of a tensor plan: see `ztk.parallel.tensor.Style`.
+TENSOR_STYLES = ("column", "row", "vocabulary", "head", "column_gathered", "row_split", "partial")
 
 
 class ScheduleName(StrEnum):
@@ -56,6 +59,16 @@ class Degrees:
         return replicas > 0 and not rest and (replicas * self.sequence_ranks) % self.expert == 0
 
 
+def tensor_rule(pattern: str, *, text: object) -> tuple[str, int]:
+    """Returns style and grain of a tensor plan's entry, such as "column" or "column:64". Raises ValueError for other entries."""
+    style, has_grain, grain = str(text).partition(":")
+    if style not in TENSOR_STYLES or (has_grain and not (grain.isdecimal() and int(grain))):
+        raise ValueError(
+            f"tensor plan {pattern}={text}: must be one of {', '.join(TENSOR_STYLES)}, or with :N, N from 1 on"
+        )
+    return style, int(grain or 1)
+
+
 def heads_of_ranks(heads: int, *, kv_heads: int, ranks: int) -> list[int]:
     """The numbers of query heads that a tensor-parallel rank may have. Key heads are divided with their query heads; the first ranks may get
     one more."""
@@ -95,6 +108,15 @@ class TopologyConfig(Degrees):
             "topology=tp2 and others with topology.tensor above 1", lambda config, machine: config.topology.tensor > 1
         ),
         was="topology.sequence_norms",
+    )
+    plan: dict[str, Any] | None = key(
+        "tensor plan of an own or a transformers model: patterns of module names (* for a part of a name) to "
+        f"{', '.join(TENSOR_STYLES)}, with :N for multiples of N outputs or inputs, such as a head's size; null: the model's attribute "
+        "tensor_plan, its tp_plan, or a plan that follows from its modules",
+        optional=True,
+        acts=When(
+            "topology=tp2 and others with topology.tensor above 1", lambda config, machine: config.topology.tensor > 1
+        ),
     )
     schedule: PipelineSchedule | None = key(
         "order of a pipeline's micro-batches: gpipe: all forwards, then all backwards; 1f1b: in turn, so fewer are alive; "

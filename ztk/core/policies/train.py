@@ -49,7 +49,8 @@ class Evaluated(StrEnum):
     ema = "ema"  # their moving average
 
 
-_DAY, _YEAR = Range(low=0, high=86_400, above=True), Range(low=0, high=31_536_000, above=True)  # in seconds
+MOST_SECONDS = 31_536_000  # a year
+_DAY, _YEAR = Range(low=0, high=86_400, above=True), Range(low=0, high=MOST_SECONDS, above=True)
 _TRAINS = When("tasks that train, such as task=pretrain", lambda config, machine: trains(config))
 _EVALUATES = When(
     "data=stdlib, files, chat, preferences or own data, and without train.quick",
@@ -221,6 +222,14 @@ def _elastic(config: "Config") -> Iterator[str]:
         )
     if launch.elastic and aligns(config):
         yield f"launch.elastic=true: task={config.task.name} does not go on with fewer ranks by itself; use launch.elastic=false"
+
+
+def _debug(config: "Config") -> Iterator[str]:
+    launch = config.launch
+    if launch.debug is not None and "launch.timeout_seconds" in config.given:
+        yield "launch.timeout_seconds: a rank in a debugger stops for any time, so launch.debug has no time limit; leave one of them out"
+    if launch.debug is not None and launch.elastic:
+        yield "launch.debug: launch.elastic starts ranks again, which have no terminal; leave one of them out"
 
 
 def _min_ranks(config: "Config") -> Iterator[str]:
@@ -457,6 +466,13 @@ class LaunchConfig:
         "when ranks are killed, continue with the others from the latest checkpoint, with the same global batch",
         acts=_STARTS,
         contradicts=_elastic,
+    )
+    debug: int | None = key(
+        "rank that has the terminal, for breakpoint() and pdb; the other ranks write to ranks/, and no collective waits in vain",
+        range=Range(low=0, high=65_535),
+        optional=True,
+        acts=_STARTS,
+        contradicts=_debug,
     )
     min_ranks: int | None = key(
         "fewest ranks to continue with", range=Range(low=1, high=65_536), acts=_ELASTIC, contradicts=_min_ranks

@@ -30,9 +30,8 @@ class TensorRule:
 class TensorPolicy:
     """How layers are cut over the tensor-parallel ranks.
 
-    plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`. Defaults to the
-    model's
-        own plan, or one derived from its modules.
+    plan: module patterns to "column", "row", "vocabulary", "head", "column_gathered", "row_split", "partial", with a grain as in "column:64",
+        or to a `TensorRule`. Defaults to the model's attribute `tensor_plan`, its `tp_plan`, or a plan derived from its modules.
     sequence_parallel: between tensor-parallel layers, norms and residuals work on each rank's part of the sequence: the same bytes on the
         wire, 1/n of the activations there (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
     """

@@ -3,10 +3,11 @@ tree, or the user's patterns."""
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ztk.core.policies.topology import tensor_rule
 from ztk.nn import Decoder
 from ztk.parallel.tensor.derived import derived_rules
 from ztk.parallel.tensor.heads import Heads, is_attention
@@ -22,13 +23,17 @@ class TensorPlan:
 
     @staticmethod
     def of(patterns: Mapping[str, "str | TensorRule"]) -> "TensorPlan":
-        """From a user's `{pattern: "column"|"row"|...}`. Raises ValueError for an unknown style."""
-        known = [style.value for style in Style if style is not Style.loss]
+        """From a user's `{pattern: "column"|"row"|"column:64"|...}`. Raises ValueError for an unknown style.
+
+        A user's loss takes full logits, so the outputs of a head are gathered.
+        """
         rules = {}
-        for pattern, rule in patterns.items():
-            if not isinstance(rule, TensorRule) and rule not in known:
-                raise ValueError(f"tensor plan {pattern}={rule}: must be one of {', '.join(known)}")
-            rules[pattern] = rule if isinstance(rule, TensorRule) else TensorRule(style=Style(rule))
+        for pattern, given in patterns.items():
+            rule = given
+            if not isinstance(rule, TensorRule):
+                style, grain = tensor_rule(pattern, text=given)
+                rule = TensorRule(style=Style(style), grain=grain)
+            rules[pattern] = replace(rule, style=Style.column_gathered) if rule.style is Style.head else rule
         return TensorPlan(rules=rules)
 
     def matches(self, model: nn.Module) -> dict[str, TensorRule]:
@@ -51,13 +56,15 @@ def plan_of(model: nn.Module) -> TensorPlan:
     """The model's own plan, or else one derived from its module tree. Raises ValueError if there is neither."""
     if isinstance(model, Decoder):
         return _decoder_plan(model)
+    if own := getattr(model, "tensor_plan", None):
+        return TensorPlan.of(own)
     if plan := _hugging_face_plan(model):
         return plan
     if rules := derived_rules(model):
         return TensorPlan(rules=rules)
     raise ValueError(
-        f"topology.tensor: {type(model).__name__} brings no tensor-parallel plan, and none follows from its modules; pass "
-        "tensor_plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
+        f"topology.tensor: {type(model).__name__} has no tensor plan, and none follows from its modules; give the class an attribute "
+        "tensor_plan = {'layers.*.up': 'column', 'layers.*.down': 'row', ...}, or set topology.plan"
     )
 
 
