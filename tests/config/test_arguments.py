@@ -6,8 +6,15 @@ import pytest
 
 import ztk
 from tests.commands import run_command
-from ztk.config import ConfigError
-from ztk.config.arguments import check_doubled, extra_folders, split_flags
+from ztk.config import ConfigError, compose
+from ztk.config.arguments import (
+    check_doubled,
+    conf_dir,
+    extra_folders,
+    folder_of_run,
+    parse_arguments,
+    split_flags,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +82,35 @@ def test_a_command_and_a_call_refuse_two_values(tmp_path):
     assert refused.returncode == 2 and "zero=stage1 and zero=stage3: zero has one value" in refused.stderr
     with pytest.raises(ValueError, match="zero=stage1 and zero=stage3"):
         ztk.plan_run("zero=stage1", zero="stage3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain/run",
+        "a b,c",
+        "x[1]",
+        "é=1",
+        "k{a}",
+        "q'uote",
+        'say "x"',
+        "1e3",
+        "007",
+        "null",
+        "pa(ren)",
+        "#1",
+        "back\\",
+        "b\\'q",
+    ],
+)
+def test_a_folder_has_the_name_that_the_line_gives(name, tmp_path):
+    """Hydra reads a number, a list or nothing readable in some of them."""
+    words = parse_arguments([f"hydra.run.dir={name}"], folders=[conf_dir()])
+    assert folder_of_run(words) == name and parse_arguments(words, folders=[conf_dir()]) == words
+    config = compose(output_dir=tmp_path / name)
+    assert config.output_dir == str(tmp_path / name)
+
+
+def test_an_unreadable_word_for_hydra_names_the_fix():
+    with pytest.raises(ConfigError, match="hydra.job.name=a'b: not readable; put quotes around the value"):
+        parse_arguments(["hydra.job.name=a'b"], folders=[conf_dir()])

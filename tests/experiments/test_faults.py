@@ -122,7 +122,7 @@ def test_an_exception_is_shown_as_itself(tmp_path):
 def test_nan_on_one_rank_ends_all_ranks_and_names_a_parameter(tmp_path):
     done = run("train.steps=500", cwd=tmp_path, fault={"rank": 1, "where": "forward", "count": 3, "how": "nan"})
     assert done.returncode == 1
-    assert re.search(r"FloatingPointError: step 2: the gradient of [\w.]+ is not finite", done.stderr), done.stderr
+    assert re.search(r"FloatingPointError: step 3: the gradient of [\w.]+ is not finite", done.stderr), done.stderr
 
 
 def test_an_offload_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path):

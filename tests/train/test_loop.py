@@ -229,3 +229,57 @@ def test_values_are_means_over_ranks(ranks, tmp_path, pipeline):
 def test_a_summary_keeps_its_keys(tmp_path):
     with make_reporter(tmp_path) as reporter, pytest.raises(ValueError, match="'steps': two values have this name"):
         reporter.finish(steps=7)
+
+
+@pytest.mark.parametrize(
+    "loss_of, fault",
+    [
+        (lambda loss: loss.detach(), "the loss has no gradient: no trained parameter takes part in it"),
+        (lambda loss: torch.tensor(loss.item()), "the loss has no gradient"),
+        (lambda loss: loss.item(), "the loss is no tensor but a float: return the tensor itself, without .item()"),
+        (lambda loss: loss * torch.ones(2, 3), r"the loss has the shape \[2, 3\]: return a scalar"),
+    ],
+)
+def test_a_loss_without_a_gradient_names_the_fix(loss_of, fault):
+    engine = engine_of()
+    with pytest.raises(ValueError, match=fault):
+        engine.backward(loss_of(engine(torch.ones(2, 4))))
+    engine.close()
+
+
+class _EndsOn:
+    def __init__(self, process: ztk.Process, *, step: int, ranks: tuple[int, ...], hook: str) -> None:
+        def end(loop: ztk.Loop, **given: Any) -> None:
+            if loop.step == step and process.rank in ranks:
+                loop.ended_by = "enough"
+
+        setattr(self, hook, end)
+
+
+def _ended(process: ztk.Process, *, ranks: tuple[int, ...], hook: str) -> tuple[str | None, int]:
+    engine = ztk.parallelize(Squares(), process=process, optimizer=ztk.OptimizerPolicy(lr=0.1))
+    loop = ztk.Loop(
+        engine,
+        train_step=lambda step: engine.train_batch([(torch.ones(2, 4),)]),
+        steps=6,
+        evaluate=lambda: 1.0,
+        eval_every=2,
+        callbacks=[_EndsOn(process, step=4, ranks=ranks, hook=hook)],
+    )
+    try:
+        return loop.run(), loop.step
+    except ValueError as error:
+        return str(error), loop.step
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("hook", ["before_step", "after_step", "after_evaluation"])
+def test_an_end_on_one_rank_is_refused_on_all(ranks, hook):
+    (first, second), (reason, step) = (
+        ranks(2).run(_ended, ranks=(1,), hook=hook),
+        ranks(2).run(_ended, ranks=(0, 1), hook=hook)[0],
+    )
+    assert "step 4: a hook has set loop.ended_by on another rank, and not on every rank" in first[0]
+    assert "step 4: a hook has set loop.ended_by to 'enough', and not on every rank" in second[0]
+    assert (reason, step) == ("enough", 4)

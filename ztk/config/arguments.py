@@ -42,6 +42,7 @@ _WITH_VALUE = {
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
     *("--package", "-p", "--cfg", "-c", "--experimental-rerun"),
 }
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 SEARCH_PATH = "hydra.searchpath"
 CONFIG_DIRS = "ZTK_CONFIG_DIRS"  # environment variable of a run's ranks: the folders of `--config-dir`
 _INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
@@ -155,6 +156,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
 
     folders: where the option files are. sweep: allows several values per key.
     """
+    overrides = [_quoted_folder(word) for word in overrides]
     options = options_of(folders)
     groups = own_groups(folders)
     _check_folders(folders, groups=groups)
@@ -183,6 +185,26 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     named = [named_by(word) for word in accepted]
     replaced = [section for section in _REPLACED if f"{section}.{TARGET}" in named and section not in named]
     return [f"{section}=own" for section in replaced] + accepted
+
+
+def _quoted_folder(word: str) -> str:
+    """Quotes the folder of a run or sweep if Hydra would read its name as something else, such as a list or a number."""
+    key, _, value = word.partition("=")
+    if key not in FOLDERS or "${" in value:
+        return word
+    try:
+        override = OverridesParser.create().parse_override(word)
+        is_quoted = value[:1] in ("'", '"') and value[-1:] == value[:1]
+        is_read = is_quoted or (not override.is_sweep_override() and str(override.value()) == value)
+    except HydraException:
+        is_read = False
+    return word if is_read else f"{key}={quoted(value)}"
+
+
+def folder_of_run(words: Iterable[str]) -> str | None:
+    """Returns the folder that accepted words give the run, or None."""
+    parser = OverridesParser.create()
+    return next((str(parser.parse_override(word).value()) for word in words if word.startswith("hydra.run.dir=")), None)
 
 
 def declare_groups(groups: Iterable[str] = ()) -> None:
@@ -309,6 +331,10 @@ def _faults(override: str, *, options: dict[str, list[str]], own: frozenset[str]
         yield f"{override}: own options are found by --config-dir FOLDER, or config_dir=FOLDER in Python; give it once per folder"
         return
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException:
+            yield f"{override}: not readable; put quotes around the value, as in '{key}=\"{value}\"'"
         return
     if "." in key and key.partition(".")[0] in own and (value is not None or sign == "~"):
         yield from _free_faults(override, sign=sign, key=key)

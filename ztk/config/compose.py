@@ -33,6 +33,7 @@ from ztk.config.rollout import choose_rollouts
 from ztk.config.rules import check
 from ztk.config.suggest import near_keys
 from ztk.config.text_rules import follow_tokenizer
+from ztk.core.launch import quoted
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
@@ -81,7 +82,7 @@ def compose(
         with initialize_config_dir(conf_dir(), version_base="1.3"):
             choices = hydra_compose(
                 "config",
-                overrides=[*arguments, f"output_dir={folder}", *([search_path(folders)] if folders else [])],
+                overrides=[*arguments, f"output_dir={quoted(folder)}", *([search_path(folders)] if folders else [])],
                 return_hydra_config=True,
             )
     except (HydraException, yaml.YAMLError) as error:

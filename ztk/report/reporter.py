@@ -227,13 +227,17 @@ class Reporter:
                 summary = self._finished
                 self._close(summary, failed=False)
                 self._console.print(
-                    f"{describe_end(summary)}\nrecord: {folder}, as it was", highlight=False, soft_wrap=True
+                    f"{describe_end(summary)}\nrecord: {folder}, as it was",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
                 )
                 return summary
             self._close(summary, failed=False)
             picture = _draw(folder) if self._policy.draws else ""
             print_tables(self._console, ranks=ranks, steps=self._rows.num_steps, kernels=self._kernels.means())
-            self._console.print(f"{describe_end(summary)}\nrecord: {folder}{picture}", highlight=False, soft_wrap=True)
+            end = f"{describe_end(summary)}\nrecord: {folder}{picture}"
+            self._console.print(end, highlight=False, markup=False, soft_wrap=True)
         return summary
 
     def _end_profile(self, step: int) -> None:

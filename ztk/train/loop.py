@@ -131,8 +131,9 @@ class Loop:
         if any(hasattr(callback, "before_update") for callback in self._callbacks):
             self.engine.before_update = partial(self._call, "before_update")
         first = self.step + 1
+        agrees = bool(self._callbacks)
         try:
-            with Interrupts(self.engine.process, is_active=self.saver is not None) as interrupts:
+            with Interrupts(self.engine.process, is_active=self.saver is not None, agrees=agrees) as interrupts:
                 while self.step < self.steps and self.ended_by is None:
                     self.step += 1
                     started = time.monotonic()
@@ -171,14 +172,14 @@ class Loop:
         self._call("before_step")
         loss = self._train_step(self.step)
         self._call("after_step", loss=loss)
-        interrupted = interrupts.are_pending()
+        interrupted = self._agreed(interrupts)
         is_due = bool(self._eval_every) and self.step % self._eval_every == 0
         self.is_regular = is_due and (self._evaluates_last or self.step < self.steps)
         judges = self._metric is not None and self._is_saved()
         if self._evaluate is not None and not interrupted and (self.is_regular or judges):
             with self._aside():
                 self.evaluate()
-            interrupted, evaluated = interrupts.are_pending(), True
+            interrupted, evaluated = self._agreed(interrupts), True
         saves = self.saver is not None and (interrupted or self._is_saved())
         self._record(loss, row=saves or interrupted or self.ended_by is not None)
         if saves:
@@ -190,6 +191,17 @@ class Loop:
             self._measured.is_recorded = False
         if interrupted:
             interrupts.stop()
+
+    def _agreed(self, interrupts: Interrupts) -> bool:
+        """Returns whether a signal is pending. Raises ValueError on every rank if only some of them set `ended_by`."""
+        interrupted, differs = interrupts.agree(ends=self.ended_by is not None)
+        if differs:
+            how = f"to {self.ended_by!r}" if self.ended_by is not None else "on another rank"
+            raise ValueError(
+                f"step {self.step}: a hook has set loop.ended_by {how}, and not on every rank: decide by numbers that all ranks have, such as "
+                "the loss of after_evaluation, or sum your own over the ranks"
+            )
+        return interrupted
 
     def _is_saved(self) -> bool:
         return self.saver is not None and self._saves(self.step, self.ended_by is not None)

@@ -133,8 +133,8 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
     def stop():
         raise InterruptedError
 
-    interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
-    monkeypatch.setattr(train_loop, "Interrupts", lambda process, is_active: nullcontext(interrupts))
+    interrupts = SimpleNamespace(agree=lambda ends: (True, False), stop=stop)
+    monkeypatch.setattr(train_loop, "Interrupts", lambda process, **given: nullcontext(interrupts))
     monkeypatch.setattr(program, "open_saver", lambda config, engine: nullcontext(saver))
     monkeypatch.setattr(program, "seed_dropout", lambda config, **given: None)
     stream: Any = SimpleNamespace(next_step=lambda: SimpleNamespace(num_examples=1, num_tokens=1), state_dict=dict)
@@ -164,8 +164,8 @@ def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
     def no_evaluation(run, *, prompts):
         raise AssertionError("evaluated after a signal")
 
-    interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
-    monkeypatch.setattr(train_loop, "Interrupts", lambda process, is_active: nullcontext(interrupts))
+    interrupts = SimpleNamespace(agree=lambda ends: (True, False), stop=stop)
+    monkeypatch.setattr(train_loop, "Interrupts", lambda process, **given: nullcontext(interrupts))
     monkeypatch.setattr(loop, "Savers", lambda run: nullcontext(savers))
     monkeypatch.setattr(loop, "Texts", lambda run, first_step: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(loop, "seed_dropout", lambda config, **given: None)

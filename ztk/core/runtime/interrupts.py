@@ -30,18 +30,18 @@ class Interrupts:
     Interrupted for a signal that no check has reported yet.
 
     The flags travel over separate host connections: on a GPU the exchange does not wait for the device, and it is not counted with the
-    training's collectives. is_active: if False, signals keep their default effect and `are_pending` costs nothing.
+    training's collectives. is_active: if False, signals keep their default effect and `are_pending` costs nothing. agrees: also needs `agree`.
     """
 
-    def __init__(self, process: Process, *, is_active: bool = True) -> None:
-        self._process, self._is_active = process, is_active
+    def __init__(self, process: Process, *, is_active: bool = True, agrees: bool = False) -> None:
+        self._process, self._is_active, self._agrees = process, is_active, agrees
         self._number: int | None = None
         self._received = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._comm: Comm | None = None
 
     def __enter__(self) -> Self:
-        if not self._is_active:
+        if not (self._is_active or self._agrees):
             return self
         process = self._process
         if process.world_size > 1:
@@ -50,7 +50,8 @@ class Interrupts:
                 one_node=process.local_world_size == process.world_size,
                 timeout_seconds=process.timeout_seconds,
             )
-        self._before = {kind: signal.signal(kind, self._receive) for kind in ENDING}
+        if self._is_active:
+            self._before = {kind: signal.signal(kind, self._receive) for kind in ENDING}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -78,6 +79,19 @@ class Interrupts:
         if self._comm is None:
             return own
         return self._comm.any(own, label="interrupts")
+
+    def agree(self, *, ends: bool) -> tuple[bool, bool]:
+        """Whether any rank has received a signal, and whether `ends` is set on some ranks and not on others. A collective call.
+
+        One exchange unless something is pending.
+        """
+        own = self._number is not None
+        if self._comm is None:
+            return own, False
+        if not self._comm.any(own or ends, label="interrupts"):
+            return False, False
+        received, ended, goes_on = (self._comm.any(flag, label="ends of ranks") for flag in (own, ends, not ends))
+        return received, ended and goes_on
 
     def stop(self) -> None:
         """Raises Interrupted on every rank."""

@@ -34,6 +34,21 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+def check_loss(loss: object) -> None:
+    """Raises ValueError for a loss from which no backward can start, with the way to one."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"the loss is no tensor but a {type(loss).__name__}: return the tensor itself, without .item()"
+        )
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has the shape {list(loss.shape)}: return a scalar, such as loss.mean()")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: no trained parameter takes part in it, or the way to it has torch.no_grad(), .detach(), .item() or "
+            "a new torch.tensor(...); compute it from the model's outputs by torch's operations alone"
+        )
+
+
 class BatchEngine:
     """Whole-batch calls on top of an engine's forward (`__call__`), `backward` and `step`, which a subclass defines."""
 

@@ -19,7 +19,7 @@ from ztk.kernels import State
 from ztk.optim import FlatOptimizer, WholeStep
 from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parallel.pipeline.layers import MicroBatch
-from ztk.train.engine.batches import BatchEngine
+from ztk.train.engine.batches import BatchEngine, check_loss
 from ztk.train.engine.control import StepControl, StepMetrics
 from ztk.train.engine.full import full_value
 from ztk.train.engine.overflow import OverflowGuard
@@ -146,7 +146,10 @@ class Engine(BatchEngine):
         `accumulation_steps`. If `no_sync` adds more micro-batches than that, scale their losses yourself, as with DDP.
 
         retain_graph: as in `Tensor.backward`.
+
+        Raises ValueError for a loss that is no scalar, or that no trained parameter has a gradient of.
         """
+        check_loss(loss)
         scaled = self.scale(loss)
         self.zero.reduction.begin()
         with self.clock.phase("backward"):
@@ -189,7 +192,7 @@ class Engine(BatchEngine):
         with self.clock.phase("optimizer"), self._inside_script_optimizer():
             self.control.decide(self.zero.sum_of_squares())
             try:
-                self._guard.check(step=self.global_steps)
+                self._guard.check(step=self.global_steps + 1)
             except FloatingPointError:
                 self.discard_gradients()
                 raise

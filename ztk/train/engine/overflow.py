@@ -44,9 +44,7 @@ class OverflowGuard:
             pending.synchronize()
             assert self._seen is not None
             if not self._seen.is_meta and self._control.is_unrecoverable(self._seen):
-                raise FloatingPointError(
-                    f"step {step - 1}, the last one: its gradient is not finite and changed nothing"
-                )
+                raise FloatingPointError(f"step {step}, the last one: its gradient is not finite and changed nothing")
 
     def _judge(self, overflow_status: Tensor, *, step: int) -> None:
         if overflow_status.is_meta or not self._control.is_unrecoverable(

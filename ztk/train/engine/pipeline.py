@@ -21,7 +21,7 @@ from ztk.parallel.pipeline import Action, Interval, Kind, Schedule, Timeline, ma
 from ztk.parallel.pipeline.layers import Carry, MicroBatch
 from ztk.parallel.pipeline.stages import Stages
 from ztk.parallel.pipeline.wire import Incoming, TensorKind, Wire, kinds_of, needs_gradient
-from ztk.train.engine.batches import take
+from ztk.train.engine.batches import check_loss, take
 from ztk.train.engine.engine import Engine
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.reduction import Backward
@@ -303,6 +303,7 @@ class PipelineRun:
             self.outputs[micro_batch] = output
             return output
         loss = batch.weigh(output)
+        check_loss(loss)
         self.outputs[micro_batch] = loss.detach()
         return self._engine.scale(loss)
 
