@@ -1,6 +1,1 @@
-"""One readable program per task, and the notebooks that read finished runs."""
-
-import pkgutil
-
-# With an installed ztk, your own programs may also be in a folder `experiments/`.
-__path__ = pkgutil.extend_path(__path__, __name__)
+"""One readable program per task: the package `ztk.experiments`, in a checkout by the link `ztk/experiments`."""

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from experiments.best import Best
-from experiments.examples import Examples, ExampleStream, Step, lengths_of
-from experiments.pretrain import build_reporter, is_saved, load_past, open_saver
-from experiments.ranks import seed_dropout
-from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.core.runtime import Process
+from ztk.experiments.best import Best
+from ztk.experiments.examples import Examples, ExampleStream, Step, lengths_of
+from ztk.experiments.pretrain import build_reporter, is_saved, load_past, open_saver
+from ztk.experiments.ranks import seed_dropout
+from ztk.experiments.streams import share_of
 from ztk.nn.lora import is_adapter
 from ztk.parallel.pipeline import MicroBatch
 from ztk.report import Reporter

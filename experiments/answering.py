@@ -11,13 +11,13 @@ from pathlib import Path
 
 from torch import nn
 
-from experiments.ranks import started
 from ztk import checkpoint, kernels
 from ztk.config import Config
 from ztk.core.policies.inference import CacheFormat
 from ztk.core.policies.runs import streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime.comm import Comm
+from ztk.experiments.ranks import started
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity
 from ztk.inference.packed import MANIFEST
 from ztk.nn.low_rank import Adapter

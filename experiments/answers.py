@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from experiments.examples import HELD_OUT
-from experiments.prompts import PAD, STOP
-from experiments.reference import BaseModel, row_logprobs
-from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.data import ByteTokenizer
+from ztk.experiments.examples import HELD_OUT
+from ztk.experiments.prompts import PAD, STOP
+from ztk.experiments.reference import BaseModel, row_logprobs
+from ztk.experiments.tasks import TASKS, name_of
 from ztk.rl.rollout import (
     CachedRollouts,
     Requests,
@@ -31,7 +31,7 @@ class Answers:
     def __init__(
         self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None, packs: bool = False
     ) -> None:
-        """reference: the engine for the divergence, which is not measured without one. packs: see `experiments.packing`."""
+        """reference: the engine for the divergence, which is not measured without one. packs: see `ztk.experiments.packing`."""
         self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
         is_exact = packs and has_engine_attention(engine.module)
         self._drawer = CachedRollouts(engine) if is_exact else TrainerRollouts(engine)

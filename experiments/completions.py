@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.episodes import of_episode
-from experiments.rollout_run import Run
+from ztk.experiments.episodes import of_episode
+from ztk.experiments.rollout_run import Run
 from ztk.report.folder import LineFile
 from ztk.rl.rollout import Samples
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments import policies
-from experiments.alignment import (
+from ztk.config import Config, config_with
+from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.alignment import (
     Measured,
     evaluate_pairs,
     load_weights,
@@ -18,14 +20,12 @@ from experiments.alignment import (
     start_from,
     train_pairs,
 )
-from experiments.answers import Answers
-from experiments.drawn_answers import DistillStream
-from experiments.examples import MicroBatch, Step
-from experiments.models import build
-from experiments.packing import packs_examples
-from experiments.ranks import started
-from ztk.config import Config, config_with
-from ztk.core.runtime import Process
+from ztk.experiments.answers import Answers
+from ztk.experiments.drawn_answers import DistillStream
+from ztk.experiments.examples import MicroBatch, Step
+from ztk.experiments.models import build
+from ztk.experiments.packing import packs_examples
+from ztk.experiments.ranks import started
 from ztk.rl.align import DistillPolicy, distill_losses
 from ztk.rl.rollout import Layout, answer_logit_loss, logits_by_part
 from ztk.train.engine import Engine

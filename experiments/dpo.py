@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments import policies
-from experiments.alignment import (
+from ztk.config import Config
+from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.alignment import (
     PairForward,
     evaluate_pairs,
     open_stream,
@@ -15,21 +17,19 @@ from experiments.alignment import (
     start_from,
     train_pairs,
 )
-from experiments.answers import Answers
-from experiments.examples import ExampleStream, Step
-from experiments.kto import KtoForward
-from experiments.models import Values, build, warm_start
-from experiments.packing import packs_examples
-from experiments.ranks import started
-from experiments.reference import (
+from ztk.experiments.answers import Answers
+from ztk.experiments.examples import ExampleStream, Step
+from ztk.experiments.kto import KtoForward
+from ztk.experiments.models import Values, build, warm_start
+from ztk.experiments.packing import packs_examples
+from ztk.experiments.ranks import started
+from ztk.experiments.reference import (
     FrozenReference,
     LoraOffReference,
     PrecomputedReference,
     Reference,
     pair_forward,
 )
-from ztk.config import Config
-from ztk.core.runtime import Process
 from ztk.rl.align import WITHOUT_REFERENCE, DpoPolicy, dpo_loss, dpo_losses
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine

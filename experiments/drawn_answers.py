@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
-from experiments.prompts import STOP, with_other_ends
-from experiments.rollout_run import open_drawer, open_weights, rollout_policy
-from experiments.streams import share_of
 from ztk.config import Config
 from ztk.config.text import encoding_of
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
+from ztk.experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
+from ztk.experiments.prompts import STOP, with_other_ends
+from ztk.experiments.rollout_run import open_drawer, open_weights, rollout_policy
+from ztk.experiments.streams import share_of
 from ztk.rl.align import Sequences, last_answer
 from ztk.rl.rollout import Requests, Samples, generate, states_away
 from ztk.train.engine import Engine

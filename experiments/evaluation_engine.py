@@ -11,9 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from experiments import policies
-from experiments.pretrain import build_model, sample_batch
-from experiments.ranks import started
 from ztk import checkpoint
 from ztk.checkpoint.values import CheckpointValues
 from ztk.config import Config
@@ -22,6 +19,9 @@ from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import is_hugging_face
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
+from ztk.experiments import policies
+from ztk.experiments.pretrain import build_model, sample_batch
+from ztk.experiments.ranks import started
 from ztk.hf.causal import open_causal
 from ztk.parallel.apply import parallelize
 from ztk.serve.models import Opened, recorded_run, run_config, with_tokenizer

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.lengths import histogram
-from experiments.prompts import PAD, STOP
-from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.config.text import encoding_of
 from ztk.core.policies.runs import ANSWER_TASKS, as_paths, data_paths, is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
+from ztk.experiments.lengths import histogram
+from ztk.experiments.prompts import PAD, STOP
+from ztk.experiments.tasks import TASKS, name_of
 from ztk.report import RunFolder
 from ztk.rl.align import Encoding, Example, Part, RecordFormat, Sequences, Text, read_examples, without_rejected
 from ztk.rl.rollout import Layout, has_engine_attention, lay_out

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
 from ztk.core.policies.inference import SamplingConfig
 from ztk.data.lines import parse_line
+from ztk.experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
 from ztk.serve.models import Opened, checkpoint_of

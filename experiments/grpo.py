@@ -1,10 +1,10 @@
 """Trains a policy by comparing answers to the same prompt (GRPO and variants): the program of every rank of `task=grpo`."""
 
-from experiments.policy_update import counted, fill_buffer, update_policy
-from experiments.rollout_loop import run_rank
-from experiments.rollout_run import Run
-from experiments.rollouts import Scored
 from ztk.config import Config
+from ztk.experiments.policy_update import counted, fill_buffer, update_policy
+from ztk.experiments.rollout_loop import run_rank
+from ztk.experiments.rollout_run import Run
+from ztk.experiments.rollouts import Scored
 from ztk.rl.align import group_advantages
 
 

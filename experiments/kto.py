@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.examples import Step
-from experiments.reference import BaseModel, text_forward
 from ztk.config import Config
+from ztk.experiments.examples import Step
+from ztk.experiments.reference import BaseModel, text_forward
 from ztk.rl.align import KtoPolicy, kto_losses, segment_sums
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from experiments import policies
-from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.compact import master_of
 from ztk.core.policies.hardware import FLOAT8
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.plan import rank_counts
 from ztk.core.policies.runs import is_hugging_face
+from ztk.experiments import policies
+from ztk.experiments.pretrain import build_model
 from ztk.hf.counts import ModelCounts, count_model
 from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Price, Search, Workload, search

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from experiments.examples import HELD_OUT
-from experiments.prompts import PAD, STOP
-from experiments.reference import BaseModel, row_logprobs
-from experiments.tasks import TASKS, name_of
 from ztk.config import Config
+from ztk.experiments.examples import HELD_OUT
+from ztk.experiments.prompts import PAD, STOP
+from ztk.experiments.reference import BaseModel, row_logprobs
+from ztk.experiments.tasks import TASKS, name_of
 from ztk.rl.align import Frontier
 from ztk.train.engine import Engine
 

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments import policies
-from experiments.pretrain import adapted, build_model, sample_batch
-from experiments.prompts import PAD, STOP
-from experiments.tasks import TASKS, name_of
 from ztk.checkpoint.full import full_state_dict, is_cut
 from ztk.config import Config
 from ztk.core.policies.rollout import StrategyConfig
@@ -19,6 +15,10 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
+from ztk.experiments import policies
+from ztk.experiments.pretrain import adapted, build_model, sample_batch
+from ztk.experiments.prompts import PAD, STOP
+from ztk.experiments.tasks import TASKS, name_of
 from ztk.hf.attention_interface import use_attention
 from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.plan import try_plan
 from ztk.config import Config
+from ztk.experiments.plan import try_plan
 from ztk.planner.result import size
 
 

@@ -7,9 +7,9 @@ import logging
 
 import torch
 
-from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.core.policies.runs import is_hugging_face
+from ztk.experiments.reference import BaseModel
 from ztk.hf.attention_interface import use_attention
 from ztk.rl.rollout import can_pack, pack_exactly, use_engine_attention
 from ztk.train.engine import Engine

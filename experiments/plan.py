@@ -11,13 +11,13 @@ from pathlib import Path
 
 from torch import nn
 
-from experiments import policies
-from experiments.layouts import find_layouts
-from experiments.pretrain import build_model
-from experiments.work import model_flops, planned_batch, tokens_of_step, without_values
 from ztk import kernels
 from ztk.config import Config, compose, folders_of_run
 from ztk.core.policies.hardware import Hardware
+from ztk.experiments import policies
+from ztk.experiments.layouts import find_layouts
+from ztk.experiments.pretrain import build_model
+from ztk.experiments.work import model_flops, planned_batch, tokens_of_step, without_values
 from ztk.planner import Fix, Plan, Price, fixes, plan
 from ztk.planner.result import size as written
 from ztk.report import RunFolder

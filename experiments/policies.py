@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.user_objects import has_torch_scheduler, own_learning_rates, own_optimizer, planned_optimizer
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.core.policies.ema import EmaPolicy
@@ -25,6 +24,7 @@ from ztk.core.policies.runs import is_hugging_face
 from ztk.core.policies.zero import ZeroConfig, ZeroPolicy
 from ztk.core.precision import LossScalePolicy, PrecisionPolicy
 from ztk.core.runtime import Topology
+from ztk.experiments.user_objects import has_torch_scheduler, own_learning_rates, own_optimizer, planned_optimizer
 from ztk.kernels import Ceilings
 from ztk.nn import DecoderConfig
 from ztk.nn.lora import LoraPolicy

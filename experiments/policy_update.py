@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.answer_losses import losses_of
-from experiments.rollout_run import Run
-from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
 from ztk.config import Config
+from ztk.experiments.answer_losses import losses_of
+from ztk.experiments.rollout_run import Run
+from ztk.experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, token_weights
 from ztk.rl.rollout import (

@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from experiments.models import values_of_states
-from experiments.policy_update import Update, counted, fill_buffer, update_policy, update_rows
-from experiments.rollout_loop import run_rank
-from experiments.rollout_run import Run
-from experiments.rollouts import Scored, micro_batches
 from ztk.config import Config
+from ztk.experiments.models import values_of_states
+from ztk.experiments.policy_update import Update, counted, fill_buffer, update_policy, update_rows
+from ztk.experiments.rollout_loop import run_rank
+from ztk.experiments.rollout_run import Run
+from ztk.experiments.rollouts import Scored, micro_batches
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, generalised_advantages, value_loss
 from ztk.rl.rollout import Samples

@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments import policies
-from experiments.limits import Limits
-from experiments.ranks import seed_dropout, started
-from experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
-from experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
-from experiments.work import step_work
 from ztk import checkpoint
 from ztk.config import Config, is_own, to_yaml
 from ztk.core.policies.runs import AUTO
@@ -28,6 +22,12 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import kept_generators
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
+from ztk.experiments import policies
+from ztk.experiments.limits import Limits
+from ztk.experiments.ranks import seed_dropout, started
+from ztk.experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
+from ztk.experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
+from ztk.experiments.work import step_work
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_tokens
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters

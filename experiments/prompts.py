@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from experiments.lengths import histogram
-from experiments.tasks import TASKS, Task, name_of
 from ztk.config import Config, evaluation_config, has_rewards, open_rewards
 from ztk.config.generation import end_tokens, generation_file
 from ztk.config.text import encoding_of
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.experiments.lengths import histogram
+from ztk.experiments.tasks import TASKS, Task, name_of
 from ztk.rl.align import ANSWER_END, Prompt, Truncation, answer_end, fitted, read_prompts
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Reward, RewardFunctions

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from experiments import policies
 from ztk import kernels
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import derive_seed, seed_generators
+from ztk.experiments import policies
 
 
 @contextmanager

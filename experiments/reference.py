@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments import policies
-from experiments.alignment import start_from
-from experiments.examples import ExampleStream, Step
-from experiments.models import Values, build
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.alignment import start_from
+from ztk.experiments.examples import ExampleStream, Step
+from ztk.experiments.models import Values, build
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
 from ztk.rl.align import PairLogprobs, Sequences, counted_logprobs, segment_sums

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments import policies
-from experiments.alignment import evaluate_pairs, open_stream, run_examples, start_from, train_pairs
-from experiments.examples import Step
-from experiments.models import build
-from experiments.packing import packs_examples
-from experiments.ranks import started
 from ztk.config import Config
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.alignment import evaluate_pairs, open_stream, run_examples, start_from, train_pairs
+from ztk.experiments.examples import Step
+from ztk.experiments.models import build
+from ztk.experiments.packing import packs_examples
+from ztk.experiments.ranks import started
 from ztk.rl.align import PairwisePolicy, pairwise_losses
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.alignment import load_weights
-from experiments.models import build, packs_texts
-from experiments.prompts import PAD
 from ztk.config import Config, config_with, is_text_model
 from ztk.core.runtime import Process
+from ztk.experiments.alignment import load_weights
+from ztk.experiments.models import build, packs_texts
+from ztk.experiments.prompts import PAD
 from ztk.hf.causal import transformers_module
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.rollout import Samples, lay_out

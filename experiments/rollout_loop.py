@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments import policies
-from experiments.completions import Texts, shown
-from experiments.least_divergence import frontier_of
-from experiments.models import warm_start
-from experiments.policy_update import Update
-from experiments.pretrain import build_reporter, is_saved, load_past
-from experiments.prompts import Prompts, open_evaluation_prompts
-from experiments.ranks import seed_dropout, started
-from experiments.rollout_run import Run, open_run
-from experiments.rollouts import (
+from ztk import checkpoint
+from ztk.config import Config, to_yaml
+from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.completions import Texts, shown
+from ztk.experiments.least_divergence import frontier_of
+from ztk.experiments.models import warm_start
+from ztk.experiments.policy_update import Update
+from ztk.experiments.pretrain import build_reporter, is_saved, load_past
+from ztk.experiments.prompts import Prompts, open_evaluation_prompts
+from ztk.experiments.ranks import seed_dropout, started
+from ztk.experiments.rollout_run import Run, open_run
+from ztk.experiments.rollouts import (
     Evaluated,
     Scored,
     draw_ahead,
@@ -28,9 +31,6 @@ from experiments.rollouts import (
     score_samples,
     settle_drawer,
 )
-from ztk import checkpoint
-from ztk.config import Config, to_yaml
-from ztk.core.runtime import Process
 from ztk.report import Reporter, RunFolder
 from ztk.rl.rollout import RolloutStopped
 from ztk.train.engine import Engine

@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments import policies
-from experiments.alignment import start_from
-from experiments.best import Best
-from experiments.models import Values, build
-from experiments.packing import packs_rollouts
-from experiments.prompts import PAD, Prompts
-from experiments.reference import BaseModel, build_frozen
-from experiments.reward_models import RewardModel, open_reward_model
 from ztk.config import Config, open_environments
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
+from ztk.experiments import policies
+from ztk.experiments.alignment import start_from
+from ztk.experiments.best import Best
+from ztk.experiments.models import Values, build
+from ztk.experiments.packing import packs_rollouts
+from ztk.experiments.prompts import PAD, Prompts
+from ztk.experiments.reference import BaseModel, build_frozen
+from ztk.experiments.reward_models import RewardModel, open_reward_model
 from ztk.inference.sample import Cut
 from ztk.rl.rollout import (
     Ahead,

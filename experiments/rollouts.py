@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.episodes import episode_metrics, played
-from experiments.prompts import Prompts
-from experiments.reference import BaseModel
-from experiments.rewards import reward, reward_metrics
-from experiments.rollout_run import Run, rollout_policy
+from ztk.experiments.episodes import episode_metrics, played
+from ztk.experiments.prompts import Prompts
+from ztk.experiments.reference import BaseModel
+from ztk.experiments.rewards import reward, reward_metrics
+from ztk.experiments.rollout_run import Run, rollout_policy
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (

@@ -4,13 +4,13 @@ from functools import partial
 
 from torch import Tensor
 
-from experiments.alignment import Measured, changes, open_stream, run_examples, start_from
-from experiments.examples import ExampleStream, Step
-from experiments.packing import packs_examples
-from experiments.pretrain import build_engine
-from experiments.ranks import started
 from ztk.config import Config
 from ztk.core.runtime import Process
+from ztk.experiments.alignment import Measured, changes, open_stream, run_examples, start_from
+from ztk.experiments.examples import ExampleStream, Step
+from ztk.experiments.packing import packs_examples
+from ztk.experiments.pretrain import build_engine
+from ztk.experiments.ranks import started
 from ztk.parallel.pipeline import MicroBatch
 from ztk.train.engine import Engine
 

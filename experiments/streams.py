@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from experiments.user_objects import own_data
 from ztk.config import Config, is_own, reads_documents, text_policy
 from ztk.core.runtime import Process
 from ztk.data import (
@@ -23,6 +22,7 @@ from ztk.data import (
     held_out_items,
     open_tokens,
 )
+from ztk.experiments.user_objects import own_data
 from ztk.nn import Documents
 from ztk.parallel.pipeline import MicroBatch
 from ztk.report import RunFolder

@@ -7,9 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from experiments import policies
-from experiments.streams import model_call
-from experiments.user_objects import own_data
 from ztk.config import Config, is_own
 from ztk.core.policies.hardware import read_measured
 from ztk.core.policies.model import ModelInit
@@ -18,6 +15,9 @@ from ztk.core.policies.runs import is_hugging_face
 from ztk.core.policies.utilization import AGAIN, Work
 from ztk.core.runtime import Process
 from ztk.data import Batch, Share
+from ztk.experiments import policies
+from ztk.experiments.streams import model_call
+from ztk.experiments.user_objects import own_data
 from ztk.parallel.recompute import RecomputeMode
 
 Build = Callable[[Config], nn.Module]  # builds the model of a run, on the meta device unless it has its own values

@@ -8,10 +8,10 @@ import ztk
 
 sys.path.insert(0, str(Path(ztk.__file__).parents[1]))  # the programs and the checks of the checkout
 
-from experiments import pretrain
 from tests.planner.measure import branches_of_a_gpu
 from ztk.config import compose
 from ztk.core.runtime import Process
+from ztk.experiments import pretrain
 from ztk.planner.trace import STEPS
 from ztk.planner.tracker import StepTracker
 

@@ -22,8 +22,6 @@ import transformers
 import trl
 from trl.trainer import grpo_trainer
 
-from experiments import answers, rollouts
-from experiments.alignment import open_stream
 from scripts.bench import parser_of
 from tests.rl.align import trl_runs
 from tests.rl.align.trl_runs import COMMON, DPO
@@ -31,6 +29,8 @@ from tests.rl.rollout import trl_runs as rollout_runs
 from tests.rl.rollout.trl_runs import LONG
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import answers, rollouts
+from ztk.experiments.alignment import open_stream
 from ztk.report import plot
 
 # The sizes of `ROLLOUTS`, and texts whose lengths vary like chats.

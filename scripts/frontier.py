@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.least_divergence import frontier_of
-from experiments.models import build, warm_start
-from experiments.ranks import started
 from scripts.bench import parser_of
 from ztk.config import Config, Machine, compose
+from ztk.experiments.least_divergence import frontier_of
+from ztk.experiments.models import build, warm_start
+from ztk.experiments.ranks import started
 from ztk.report.folder import read_rows
 from ztk.report.status import read_summary
 from ztk.rl.align import Frontier

@@ -21,14 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.plan import make_plan
-from experiments.policies import hardware
 from scripts.bench import parser_of
 from scripts.first_hour import KERNELS as OPS
 from scripts.gpu_item import DECODED, LLAMA
 from scripts.results import PREDICTED, commit_of
 from ztk.config import Config, compose
 from ztk.core.policies.hardware import Hardware
+from ztk.experiments.plan import make_plan
+from ztk.experiments.policies import hardware
 from ztk.kernels import ALL_OPS
 from ztk.nn import Decoder
 

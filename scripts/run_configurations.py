@@ -20,7 +20,15 @@ import traceback
 from pathlib import Path
 
 # Modules that every rank needs. If a tree lacks one, the ranks import it themselves.
-PRELOADED = ("torch", "torch.distributed", "numpy", "hydra", "rich.table", "matplotlib.pyplot", "experiments.pretrain")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "hydra",
+    "rich.table",
+    "matplotlib.pyplot",
+    "ztk.experiments.pretrain",
+)
 SECONDS = 300  # for one command line
 
 

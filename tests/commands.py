@@ -99,8 +99,8 @@ def _be_rank(child: Child, *, log: IO | None, prepare) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         words = list(child.command[child.command.index("-m") + 1 :])
         _become(words, environment=dict(child.environment), files=[] if log is None else [log.name] * 2)
-        from experiments import pretrain
         from ztk import worker
+        from ztk.experiments import pretrain
         from ztk.report import reporter
 
         # The picture takes 0.4 s, and on every rank a text of 160 bytes as long.

@@ -17,8 +17,8 @@ TIMEOUT_SECONDS = 120.0
 
 
 # Modules that ranks and commands (tests/commands.py) import.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel.apply", "ztk.cli", "experiments.pretrain"]
-PRELOADED += ["ztk.report.plot", "experiments.grpo", "experiments.serve", "transformers", "tests.commands"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel.apply", "ztk.cli", "ztk.experiments.pretrain"]
+PRELOADED += ["ztk.report.plot", "ztk.experiments.grpo", "ztk.experiments.serve", "transformers", "tests.commands"]
 PRELOADED += ["tests.frozen"]
 
 

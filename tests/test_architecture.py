@@ -120,6 +120,20 @@ def test_imports_point_down():
     assert_kept(lambda path: broken_imports(parsed(path), package=package_of(path)), files=FILES)
 
 
+def test_programs_are_imported_by_one_name():
+    """`experiments` may be a package of the user's; ztk's programs are `ztk.experiments`."""
+
+    def named_otherwise(path: Path) -> list[str]:
+        return [
+            f"imports {name}: write ztk.{name}"
+            for name in imported(parsed(path))
+            if name.partition(".")[0] == "experiments"
+        ]
+
+    folders = ("ztk", "experiments", "examples", "notebooks", "scripts", "tests")
+    assert_kept(named_otherwise, files=[path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))])
+
+
 def test_no_modules_import_each_other():
     dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {}

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from experiments.evaluation_engine import open_frozen
 from tests.checkpoint.test_untrusted import Pickled
 from tests.commands import run_command
 from tests.config.test_config import CPU
@@ -24,6 +23,7 @@ from ztk.cli import sweeper
 from ztk.cli.jobs import Outcome
 from ztk.cli.session import Session, run
 from ztk.config import check_resumed, compose, config_with, save
+from ztk.experiments.evaluation_engine import open_frozen
 from ztk.report.__main__ import main as report_command
 from ztk.serve.models import open_model
 from ztk.serve.packing import opened_unread

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed (the error lies in `ranks/rank{r}.error.json`), 130
 import bdb
 import gc
 import importlib
-import importlib.util
 import logging
 import os
 import signal
@@ -44,6 +43,7 @@ def main() -> None:
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
     """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log."""
     open_closed_streams()
+    prefer_own_modules()
     debug = config.launch.debug  # the rank with the terminal, whose output a debugger needs as it is
     if debug == rank:
         os.environ["TTY_COMPATIBLE"] = "0"  # for rich: a progress bar would draw over the debugger's lines
@@ -56,7 +56,6 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
 
         torch.set_num_threads(config.launch.threads)
         if "task" in config.own:
-            import_task("experiments")
             instantiate(config.own["task"], config)
         else:
             _main_of(config.task.module)(config)
@@ -104,16 +103,18 @@ def _write_memory(error: Exception, *, output_dir: str, rank: int) -> None:
 
 
 def import_task(name: str) -> ModuleType:
-    """Imports the program `name`. An installed ztk contains `experiments/` in its own folder and makes it importable by that name."""
-    installed = Path(__file__).with_name("experiments")
-    if installed.is_dir() and "experiments" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "experiments", installed / "__init__.py", submodule_search_locations=[str(installed)]
-        )
-        assert spec is not None and spec.loader is not None
-        sys.modules["experiments"] = package = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(package)
+    """Imports the program `name`, the only way from ztk's packages to the programs above them."""
     return importlib.import_module(name)
+
+
+def prefer_own_modules() -> None:
+    """Moves the checkout that has ztk behind all other folders of modules.
+
+    Its `experiments`, `conf`, `tests` and `scripts` would hide packages of a user's with these names. ztk itself is imported already.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    if Path(root, "pyproject.toml").is_file() and root in sys.path:  # not the folder of an installed ztk
+        sys.path[:] = [*(folder for folder in sys.path if folder != root), root]
 
 
 def show_messages() -> None:

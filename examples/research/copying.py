@@ -2,8 +2,8 @@
 
 import torch
 
-from experiments.pretrain import build_engine, build_reporter
-from experiments.ranks import started
+from ztk.experiments.pretrain import build_engine, build_reporter
+from ztk.experiments.ranks import started
 from ztk.train.loop import Loop
 
 

@@ -1,11 +1,11 @@
 """Tasks with generated prompts, answers and exact rewards, by the names of `rollout.task`."""
 
-from experiments.tasks.arithmetic import Arithmetic
-from experiments.tasks.copying import Copying
-from experiments.tasks.lexicon import Lexicon
-from experiments.tasks.sorting import Sorting
-from experiments.tasks.task import Task
 from ztk.config import Config
+from ztk.experiments.tasks.arithmetic import Arithmetic
+from ztk.experiments.tasks.copying import Copying
+from ztk.experiments.tasks.lexicon import Lexicon
+from ztk.experiments.tasks.sorting import Sorting
+from ztk.experiments.tasks.task import Task
 
 TASKS: dict[str, Task] = {
     "sorting": Sorting(),

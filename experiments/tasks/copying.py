@@ -2,9 +2,9 @@
 
 import torch
 
-from experiments.tasks.sorting import reordered
-from experiments.tasks.task import Task
 from ztk.core.runtime.seed import generator
+from ztk.experiments.tasks.sorting import reordered
+from ztk.experiments.tasks.task import Task
 
 LETTERS, COUNT = "abcdefghijklmnop", 5
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from experiments.tasks.task import Task
 from ztk.core.runtime.seed import generator
+from ztk.experiments.tasks.task import Task
 
 # French and English, of at most six letters each.
 PAIRS = (

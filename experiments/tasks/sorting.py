@@ -2,8 +2,8 @@
 
 import torch
 
-from experiments.tasks.task import Task
 from ztk.core.runtime.seed import generator
+from ztk.experiments.tasks.task import Task
 
 LETTERS, COUNT = "abcdefgh", 5
 

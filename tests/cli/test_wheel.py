@@ -19,9 +19,11 @@ RUN = (
 )
 RUN += ("train.eval_batches=1", "logger=disabled", "hydra.run.dir=run", "launch.ranks=1", "launch.threads=1")
 OWN_PROGRAM = """
-from experiments import policies  # ztk's own, next to this file
+import conf, scripts, tests
+from experiments import own
+from ztk.experiments import policies
 def main(config):
-    print("a program of one's own,", policies.zero_policy(config))
+    print("a program of one's own,", own.NAME, conf.NAME, scripts.NAME, tests.NAME, policies.zero_policy(config))
 """
 
 
@@ -52,12 +54,18 @@ def test_it_trains_as_the_checkout_does(installed, tmp_path):
     assert len(found["ztk"]["sample"]) > len(found["run.py"]["sample"]) and (tmp_path / "ztk/run/run.png").is_file()
 
 
-def test_a_users_program_runs_next_to_ztks(installed, tmp_path):
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "own.py").write_text(OWN_PROGRAM)
-    done = start(installed / "ztk", "task.module=experiments.own", "launch.ranks=1", "zero=stage1", cwd=tmp_path)
+@pytest.mark.parametrize("command", ["ztk", "run.py"])
+def test_a_users_packages_win_over_folders_of_the_checkout(command, installed, tmp_path):
+    for name in ("experiments", "conf", "scripts", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"NAME = 'my {name}'\n")
+    (tmp_path / "experiments" / "own.py").write_text("NAME = 'my own'\n")
+    (tmp_path / "experiments" / "pretrain.py").write_text(OWN_PROGRAM)  # a name that ztk has, too
+    words = ("task.module=experiments.pretrain", "launch.ranks=1", "zero=stage1", "hydra.run.dir=run")
+    program = (installed / "ztk",) if command == "ztk" else (sys.executable, CHECKOUT / "run.py")
+    done = start(*program, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "a program of one's own, ZeroPolicy(stage=1" in done.stdout
+    assert "a program of one's own, my own my conf my scripts my tests ZeroPolicy(stage=1" in done.stdout
 
 
 def test_its_help_and_exit_codes_equal_run_pys(installed, tmp_path):

@@ -305,8 +305,8 @@ def test_what_does_not_fit_together_names_the_fix(overrides, fix):
         ("launch.timeout_seconds=1e308", "at most 31536000"),
         ("launch.threads=100000", "at most 4096"),
         ("launch.ranks=1e9", "at most 65536"),
-        ("task.module=../../x", "task.module=experiments.pretrain"),
-        ("task.module=experiments/pretrain.py", "task.module=experiments.pretrain"),
+        ("task.module=../../x", "task.module=ztk.experiments.pretrain"),
+        ("task.module=experiments/pretrain.py", "task.module=ztk.experiments.pretrain"),
     ],
 )
 def test_numbers_and_names_without_sense_are_refused(override, reason):

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from experiments import pretrain
 from tests.parallel.topology.families import make
 from tests.rl.align.chats import train_tokenizer
 from ztk.config import Config, ConfigError, Machine, compose, from_yaml, to_yaml
+from ztk.experiments import pretrain
 
 CPU = Machine(gpus=0, cores=2)
 

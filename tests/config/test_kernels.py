@@ -47,7 +47,7 @@ def test_hardware_is_refused_where_no_mfu_is_counted(words, fault):
 
 
 def test_a_run_with_rates_is_planned_without_hardware():
-    from experiments.policies import hardware
+    from ztk.experiments.policies import hardware
 
     assert hardware(composed("kernels.log_every=10", "hardware=h200", machine=GPU)) is None
     assert hardware(composed("task=plan", "hardware=h200")).name == "h200"

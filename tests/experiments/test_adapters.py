@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.evaluation_engine import open_frozen
 from tests.experiments import test_alignment as pairs
 from tests.rl.rollout.runs import composed, config_of, play, rows_of
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights, export_adapter, export_safetensors, export_state_dict
 from ztk.config import ConfigError, Machine, compose, save
+from ztk.experiments.evaluation_engine import open_frozen
 from ztk.inference import Generator, SamplingParams
 from ztk.nn.lora import adapters_off, is_adapter
 from ztk.serve.models import open_model

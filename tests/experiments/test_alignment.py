@@ -13,16 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import answers, packing, policies
-from experiments import dpo as dpo_program
-from experiments.alignment import open_stream
-from experiments.examples import Examples, ExampleStream, Step
-from experiments.models import full_values
-from experiments.reference import FrozenReference, PrecomputedReference
 from ztk.config import Config, Machine, compose
 from ztk.config.errors import ConfigError
 from ztk.config.keys import read, write
 from ztk.core.runtime import Process
+from ztk.experiments import answers, packing, policies
+from ztk.experiments import dpo as dpo_program
+from ztk.experiments.alignment import open_stream
+from ztk.experiments.examples import Examples, ExampleStream, Step
+from ztk.experiments.models import full_values
+from ztk.experiments.reference import FrozenReference, PrecomputedReference
 from ztk.report import plot
 
 CPU = Machine(gpus=0, cores=2)

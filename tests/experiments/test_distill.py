@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import distill, policies
-from experiments.alignment import open_stream
-from experiments.drawn_answers import DistillStream, prompts_of, stops_of
-from experiments.examples import Step
-from experiments.models import build
 from tests.experiments.test_alignment import (
     CPU,
     LAYOUTS,
@@ -27,6 +22,11 @@ from tests.experiments.test_alignment import (
 )
 from ztk.config import Config, ConfigError, compose, save
 from ztk.core.runtime import Process
+from ztk.experiments import distill, policies
+from ztk.experiments.alignment import open_stream
+from ztk.experiments.drawn_answers import DistillStream, prompts_of, stops_of
+from ztk.experiments.examples import Step
+from ztk.experiments.models import build
 from ztk.nn import loss as losses
 from ztk.rl.align import DistillPolicy, Sequences, distill_losses
 

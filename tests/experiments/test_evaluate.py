@@ -8,11 +8,11 @@ import tokenizers
 import torch
 import transformers
 
-from experiments.evaluate import main
-from experiments.evaluation_files import read_questions, read_texts
 from tests.inference.models import VOCABULARY, build
 from tests.inference.test_scoring import PER_TOKEN
 from ztk.config import Machine, compose
+from ztk.experiments.evaluate import main
+from ztk.experiments.evaluation_files import read_questions, read_texts
 from ztk.report.folder import PACKED
 from ztk.serve.models import _first_of, open_model
 

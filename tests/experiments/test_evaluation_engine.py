@@ -4,10 +4,6 @@ import json
 
 import pytest
 
-from experiments import policies
-from experiments.evaluate import evaluate, main
-from experiments.evaluation_engine import open_scored
-from experiments.evaluation_files import read_questions, read_texts
 from tests.config.test_config import CPU
 from tests.experiments.test_evaluate import QUESTIONS, folder, write_folder  # noqa: F401 a fixture
 from tests.inference.test_scoring import PER_TOKEN
@@ -15,6 +11,10 @@ from tests.parallel.topology.families import make
 from tests.serve.test_trained import HF, run  # noqa: F401 a fixture
 from ztk.config import ConfigError, compose
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.evaluate import evaluate, main
+from ztk.experiments.evaluation_engine import open_scored
+from ztk.experiments.evaluation_files import read_questions, read_texts
 
 DOCUMENTS = ["ABCD" * 30, "x", "AB" * 7]
 

@@ -8,8 +8,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ztk
-from experiments.answering import answering, open_answering
-from experiments.generate import answer, read_prompts, record
 from tests.checkpoint.test_adapters import saved
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run
@@ -20,6 +18,8 @@ from tests.rl.align.ten import save_one
 from ztk.checkpoint import read_adapter
 from ztk.config import compose
 from ztk.core.policies.data import DataName
+from ztk.experiments.answering import answering, open_answering
+from ztk.experiments.generate import answer, read_prompts, record
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED
 from ztk.serve.models import _of_run, open_model

@@ -3,9 +3,9 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from experiments.limits import Limits
 from tests.experiments.test_faults import folder_of, rows, run, summary_of
 from ztk.core.runtime import Process
+from ztk.experiments.limits import Limits
 
 STAGE3 = ("zero=stage3", "data.path=text", "data.validation_fraction=0.2")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.plan import find_fixes
-from experiments.user_objects import own_callbacks
 from tests.commands import run_command
 from ztk.config import compose
+from ztk.experiments.plan import find_fixes
+from ztk.experiments.user_objects import own_callbacks
 from ztk.report.status import read_summary
 
 RESEARCH = Path(__file__).parents[2] / "examples" / "research"

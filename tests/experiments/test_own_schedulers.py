@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from experiments import policies
-from experiments.pretrain import run as pretrain
-from experiments.user_objects import own_optimizer
 from ztk.config import Machine, compose, save
+from ztk.experiments import policies
+from ztk.experiments.pretrain import run as pretrain
+from ztk.experiments.user_objects import own_optimizer
 from ztk.kernels import Hyper
 from ztk.optim import group_parameters
 from ztk.train.engine.control import StepControl

@@ -2,9 +2,9 @@
 
 import json
 
-from experiments import pretrain
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import pretrain
 
 WORDS = (
     "model=nano",

@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 
-from experiments.serve import main
 from tests.experiments.test_faults import CHECKOUT
 from tests.inference.models import save_llama
 from ztk.config import Machine, compose
 from ztk.core.launch.processes import MOST_SECONDS_AFTER_FAILURE
+from ztk.experiments.serve import main
 from ztk.inference import Generator, SamplingParams
 
 TOKENS = 200
@@ -50,7 +50,7 @@ def serving(tmp_path, *more: str):
 
 
 def test_a_port_in_use_is_found_before_the_model_is_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
+    monkeypatch.setattr("ztk.experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = ("task=serve", f"inference.model={tmp_path}", f"serve.port={port}")
@@ -86,7 +86,7 @@ def test_a_certificate_makes_it_https(tmp_path, certificate):
     ],
 )
 def test_a_certificate_that_cannot_be_read_is_found_before_the_model_is_opened(tmp_path, monkeypatch, words, message):
-    monkeypatch.setattr("experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
+    monkeypatch.setattr("ztk.experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
     (tmp_path / "config.json").write_text("{}")
     words = ("task=serve", f"inference.model={tmp_path}", "serve.port=0", *words)
     config = compose(*words, output_dir=tmp_path / "out", machine=Machine(gpus=0, cores=1))

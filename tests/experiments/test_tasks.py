@@ -2,10 +2,10 @@
 
 import pytest
 
-from experiments.lengths import histogram
-from experiments.tasks import TASKS
 from ztk.config import Machine, compose
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
+from ztk.experiments.lengths import histogram
+from ztk.experiments.tasks import TASKS
 
 EXAMPLES = {
     "sorting": ("dbace>", "abcde"),

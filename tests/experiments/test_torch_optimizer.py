@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ztk
-from experiments import pretrain
 from ztk.config import Machine, compose, save
+from ztk.experiments import pretrain
 from ztk.report import history, plot
 
 WORDS = (
@@ -19,7 +19,7 @@ WORDS = (
 
 
 def play(process, *, config, is_own: bool) -> None:
-    """`experiments.pretrain` with `parallelize(torch_optimizer=)`."""
+    """`ztk.experiments.pretrain` with `parallelize(torch_optimizer=)`."""
     parallelize = pretrain.parallelize
 
     def own(model, **options):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import pretrain, work
 from tests.commands import run_command
 from tests.parallel.topology.families import make
 from tests.planner.test_fits import HARDWARE
@@ -16,6 +15,7 @@ from ztk.config import compose
 from ztk.core.policies.hardware import write_measured
 from ztk.core.policies.peaks import peak_rate
 from ztk.core.policies.recompute import RecomputePolicy
+from ztk.experiments import pretrain, work
 from ztk.planner import count_operations
 
 RUN = ("data=synthetic", "data.seq_len=32", "train.steps=3", "launch.ranks=2", "launch.device=cpu", "logger=disabled")
@@ -53,7 +53,7 @@ def test_recomputed_blocks_count_in_hfu_alone(tmp_path):
 
 
 def test_plan_and_run_count_alike(tmp_path):
-    from experiments.plan import make_plan
+    from ztk.experiments.plan import make_plan
 
     for words in (("model=tiny",), ("model=tiny", "recompute=full", "train.accumulation_steps=2")):
         config = compose(*words, *RUN, output_dir=str(tmp_path))

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from experiments.packing import can_pack_all
 from tests.hf.test_causal import Strategy
 from tests.parallel.topology.families import VOCABULARY, make
 from ztk.core.runtime import Process, Topology
+from ztk.experiments.packing import can_pack_all
 from ztk.hf import attention_interface
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.documents import TESTED, documents_fault, known_documents

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments import dpo as dpo_program
-from experiments.models import full_values
 from tests.experiments.test_alignment import digest_of, laid_out, losses_of, play, record_of, written
 from tests.hf import small
 from tests.parallel.topology.families import make
@@ -18,6 +16,8 @@ from ztk.checkpoint.export import Weights, export_adapter
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import Config, ConfigError, Machine, compose, save
 from ztk.core.runtime import Process
+from ztk.experiments import dpo as dpo_program
+from ztk.experiments.models import full_values
 from ztk.hf.causal import open_causal
 from ztk.nn.lora import LoraPolicy, adapters_off
 from ztk.serve.models import open_model

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.ranks import seed_dropout
 from tests.experiments.test_alignment import play
 from tests.hf import small
 from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import derive_seed
+from ztk.experiments.ranks import seed_dropout
 
 CPU = Machine(gpus=0, cores=2)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import policies
-from experiments.reward_models import open_reward_model
 from tests.hf import small
 from tests.rl.rollout.runs import config_of, play
 from ztk.config import Config, ConfigError, Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.reward_models import open_reward_model
 from ztk.rl.rollout.rewards import Answered, TrainingState
 
 CPU = Machine(gpus=0, cores=2)

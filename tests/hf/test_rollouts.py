@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.prompts import PAD
 from tests.experiments.test_alignment import laid_out, losses_of
 from tests.experiments.test_alignment import play as play_pairs
 from tests.hf import small
@@ -19,6 +18,7 @@ from tests.hf.test_dpo import config_of as config_of_pairs
 from tests.rl.rollout.runs import play, rows_of
 from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.config import ConfigError
+from ztk.experiments.prompts import PAD
 from ztk.hf.scoring import open_scoring
 from ztk.nn.lora import LoraPolicy
 from ztk.rl.rollout import Samples

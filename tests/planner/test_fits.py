@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import ztk
-from experiments import plan as program
-from experiments import policies
 from tests.planner.test_plan import CPU, small_plan
 from ztk.config import ConfigError, compose, conf_dir
 from ztk.config.arguments import options_of
 from ztk.core.policies.curves import seconds_of
+from ztk.experiments import plan as program
+from ztk.experiments import policies
 from ztk.planner import Plan, fixes
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import StepTracker

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import ztk
-from experiments import policies
 from tests.planner.test_fits import HARDWARE
 from tests.planner.test_plan import CPU, small_plan
 from ztk.calibrate import combine, curves, measure, steps, timing
@@ -17,6 +16,7 @@ from ztk.calibrate.measure import METHODS
 from ztk.calibrate.rank import describe
 from ztk.config import ConfigError, compose, from_yaml, to_yaml
 from ztk.core.policies.hardware import NAMES, read_measured, write_measured
+from ztk.experiments import policies
 
 WITHOUT_NETWORK = replace(HARDWARE, name="here", network_latency=None, network_bandwidth=None, source="measured today")
 COMMAND = "python -m ztk.calibrate"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from experiments.plan import make_plan
 from tests.planner.test_plan import CPU
 from ztk.config import ConfigError, compose
 from ztk.core.policies.peers import Peer, Way
+from ztk.experiments.plan import make_plan
 
 B, T, C, HIDDEN, V, LAYERS = 2, 256, 64, 256, 4096, 2
 TOKENS = B * T

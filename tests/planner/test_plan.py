@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import ztk
-from experiments import plan as program
 from tests.planner.measure import SHAPE, STATE, Case, made, planned
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.runtime import Topology
 from ztk.core.runtime.comm.planned import Letters
+from ztk.experiments import plan as program
 from ztk.nn import Decoder, DecoderConfig
 from ztk.parallel.pipeline import PipelinePolicy
 from ztk.planner.tracker import StepTracker

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.plan import make_plan
 from tests.planner.test_fits import HARDWARE, work
 from tests.planner.test_plan import CPU
 from ztk.config import ConfigError, compose
 from ztk.core.policies.peers import Peer, Way
 from ztk.core.precision.float8 import scaled_product
+from ztk.experiments.plan import make_plan
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import StepTracker
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import layouts as program
-from experiments.plan import main, make_plan
 from tests.parallel.topology.families import make
 from tests.planner.test_plan import CPU, FAST_LINKS, small_plan
 from ztk.config import ConfigError, compose
 from ztk.core.policies.plan import rank_counts
+from ztk.experiments import layouts as program
+from ztk.experiments.plan import main, make_plan
 from ztk.hf.counts import count_model
 from ztk.nn import DecoderConfig
 from ztk.planner import Layout, Plan, Workload, search

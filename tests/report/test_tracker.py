@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.policies import run_name
 from tests.commands import run_command
 from ztk.config import ConfigError, compose
+from ztk.experiments.policies import run_name
 from ztk.report import read_rows
 from ztk.report.tracker import Tracker, TrackerPolicy
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import least_divergence
 from scripts.frontier import WINDOW, is_done, measured
+from ztk.experiments import least_divergence
 from ztk.rl.align import Frontier
 
 

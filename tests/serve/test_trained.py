@@ -10,7 +10,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from experiments import policies
 from tests.hf.test_causal import saved
 from ztk import checkpoint
 from ztk.checkpoint import CheckpointError
@@ -18,6 +17,7 @@ from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.checkpoint.gguf.writing import export_gguf
 from ztk.config import Machine, compose, save
 from ztk.core.runtime import Process
+from ztk.experiments import policies
 from ztk.inference import Generator, SamplingParams
 from ztk.report import plot
 from ztk.serve.models import open_model

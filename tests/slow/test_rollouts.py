@@ -46,12 +46,12 @@ def main(config: Any) -> None:
         _plant_kill(*os.environ[KILL].split(" ", 1))
     if LOG in os.environ:
         _plant_digests(Path(os.environ[LOG]))
-    import_module(f"experiments.{config.task.name}").main(config)
+    import_module(f"ztk.experiments.{config.task.name}").main(config)
 
 
 def _plant_kill(phase: str, marker: str) -> None:
     """Kills rank 1 in `phase` of step `KILLED_AT`. Creates the file `marker`, so that this happens once."""
-    from experiments import policy_update, rollout_loop
+    from ztk.experiments import policy_update, rollout_loop
     from ztk.inference import sample
     from ztk.rl.rollout import hybrid
 
@@ -79,7 +79,7 @@ def _plant_kill(phase: str, marker: str) -> None:
 
 def _plant_digests(log: Path) -> None:
     """Appends hashes of the frozen parameters of every engine, before its first step and after its last."""
-    from experiments import models, reference, rollout_run
+    from ztk.experiments import models, reference, rollout_run
 
     build = models.build
 

@@ -11,12 +11,12 @@ pytest.importorskip("trl")
 import transformers
 from trl.trainer import grpo_trainer
 
-from experiments import answers, rollout_loop, rollouts
 from tests.rl.align import trl_runs
 from tests.rl.align.trl_runs import TOLERANCE
 from tests.rl.rollout import trl_runs as rollout_runs
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import answers, rollout_loop, rollouts
 from ztk.report import plot
 
 STEPS = 6

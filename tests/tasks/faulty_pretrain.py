@@ -9,8 +9,8 @@ import signal
 import time
 from pathlib import Path
 
-from experiments import pretrain
 from ztk.core.runtime import Process
+from ztk.experiments import pretrain
 from ztk.nn import Decoder
 from ztk.optim import FlatOptimizer
 

@@ -43,7 +43,7 @@ def main() -> None:
 
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     measured = json.loads(memory_path(folder, rank=rank).read_text(encoding="utf-8"))
-    program = import_task("experiments.out_of_memory")
+    program = import_task("ztk.experiments.out_of_memory")
     config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     text = "\n".join(program.lines(config, rank=rank, measured=measured))
     (folder / "out_of_memory.txt").write_text(text + "\n", encoding="utf-8")

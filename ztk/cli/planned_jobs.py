@@ -86,7 +86,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     name = request["hardware"]
     hardware = None if name is None else Hardware(**hardware_values(name))
-    program = import_task("experiments.plan")
+    program = import_task("ztk.experiments.plan")
     for job, text in request["jobs"].items():
         made = program.try_plan(from_yaml(text), hardware=hardware)
         values, reason = ({}, made) if isinstance(made, str) else (made.as_dict(), "")

@@ -33,7 +33,7 @@ def plan_run(*overrides: str, config_dir: ConfigDir = None, **keys: Any) -> "Pla
     """
     words = _words(overrides, keys=keys)
     with importable(folders := config_dirs(config_dir)):
-        return import_task("experiments.plan").make_plan(compose(*words, output_dir=".", folders=folders))
+        return import_task("ztk.experiments.plan").make_plan(compose(*words, output_dir=".", folders=folders))
 
 
 def search_layouts(
@@ -66,8 +66,10 @@ def search_layouts(
 
 def _search(config: Config, *, words: list[str], folders: list[str]) -> "Search":
     given = dict(word.split("=", maxsplit=1) for word in words)
-    make_plan = import_task("experiments.plan").make_plan
-    return import_task("experiments.layouts").find_layouts(config, given=given, make_plan=make_plan, folders=folders)
+    make_plan = import_task("ztk.experiments.plan").make_plan
+    return import_task("ztk.experiments.layouts").find_layouts(
+        config, given=given, make_plan=make_plan, folders=folders
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from ztk.core.launch.processes import before_start
 
 _POLL_SECONDS = 0.02
-_PROGRAM = "experiments.pretrain"
+_PROGRAM = "ztk.experiments.pretrain"
 
 
 def main() -> list[str]:

@@ -64,7 +64,7 @@ from ztk.report.owner import FolderBusy, RunOwner, token_of
 from ztk.report.status import INTERRUPTED, RecordError, Status
 from ztk.report.sweep import SweepRecord, as_written
 from ztk.report.text_progress import shown_progress
-from ztk.worker import import_task
+from ztk.worker import import_task, prefer_own_modules
 
 if TYPE_CHECKING:
     from ztk.core.runtime.rendezvous import Meeting
@@ -570,7 +570,9 @@ def _shown(flags: list[str]) -> str | None:
 
 def _is_of_user(trace: str) -> bool:
     """Returns whether the user's code raised an error, directly or in a library that it called."""
-    ours = tuple(str(Path(file).parent) + os.sep for file in (ztk.__file__, str(import_task("experiments").__file__)))
+    ours = tuple(
+        str(Path(file).parent) + os.sep for file in (ztk.__file__, str(import_task("ztk.experiments").__file__))
+    )
     libraries = ("site-packages", os.path.dirname(os.__file__))
     files = re.findall(r'^  File "([^<"]+)", line', trace, re.MULTILINE)
     known = [file for file in files if file.startswith(ours) or not any(part in file for part in libraries)]
@@ -584,10 +586,10 @@ def _is_signal(code: object) -> bool:
 
 def _find_modules(folders: list[str]) -> None:
     """Makes the user's modules importable, here and in the ranks: next to the folders of `--config-dir` and in the current folder."""
-    import_task("experiments")  # own tasks may import it, also from an installed ztk
     own = [os.path.dirname(os.path.abspath(folder)) for folder in folders]
     sys.path[:0] = own
     sys.path.append(os.getcwd())
+    prefer_own_modules()
     known = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, *known, os.getcwd()])
 

@@ -71,7 +71,9 @@ OBJECTS = {
     ),
     "scheduler": _Object(neutral={"name": "constant", "warmup_steps": 0}),
     "reward": _Object(tasks=("grpo", "ppo"), kept=tuple(vars(RewardConfig()))),
-    "task": _Object(neutral={"name": "pretrain", "module": "experiments.pretrain"}, kept=("name", "module"), passed=1),
+    "task": _Object(
+        neutral={"name": "pretrain", "module": "ztk.experiments.pretrain"}, kept=("name", "module"), passed=1
+    ),
     "loss": _Object(tasks=_TRAINING),
     CALLBACKS: _Object(tasks=_TRAINING),
 }

@@ -62,7 +62,7 @@ def _task(config: Config, machine: Machine) -> Iterator[str]:
     if not all(part.isidentifier() for part in name.split(".")):
         yield (
             f"task.module={name}: must be the dotted name of a module that Python can import, such as "
-            "task.module=experiments.pretrain; a file is not"
+            "task.module=ztk.experiments.pretrain; a file is not"
         )
     elif not _exists(name):
         yield (
@@ -72,11 +72,9 @@ def _task(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Also looks in the current folder, where ranks start, and for `experiments` inside an installed ztk."""
+    """Also looks in the current folder, where ranks start."""
     first, *others = name.split(".")
-    package = Path(__file__).resolve().parents[1]
-    places = ([os.getcwd(), *sys.path], [str(package)], [str(package.parent)])
-    return any(_holds(PathFinder.find_spec(first, place), names=others) for place in places) or _holds(
+    return _holds(PathFinder.find_spec(first, [os.getcwd(), *sys.path]), names=others) or _holds(
         importlib.util.find_spec(first), names=others
     )
 

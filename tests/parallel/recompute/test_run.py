@@ -2,10 +2,10 @@
 
 import pytest
 
-from experiments import policies, pretrain
-from experiments.streams import open_stream
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.runtime import MemoryLedger, Process, Tier
+from ztk.experiments import policies, pretrain
+from ztk.experiments.streams import open_stream
 
 SMALL = (
     "model.dim=48",

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.streams import model_call
 from tests.parallel.topology.runs import CONFIG, Strategy, alone, arranged, make_engine
 from ztk.core.runtime import Process, Topology
 from ztk.data import Share, TokenStream
 from ztk.data.borders import IGNORED
+from ztk.experiments.streams import model_call
 from ztk.nn import Decoder, Documents, initialise
 from ztk.parallel.pipeline import MicroBatch, PipelinePolicy
 from ztk.parallel.recompute import RecomputeMode, RecomputePolicy

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import Examples, ExampleStream, lengths_of
 from tests.experiments.test_alignment import config_of, losses_of, play
 from tests.rl.align.test_losses import of_pair
 from ztk.config import ConfigError, Machine, compose
 from ztk.data import Share
+from ztk.experiments.examples import Examples, ExampleStream, lengths_of
 from ztk.rl.align import DpoPolicy, KtoPolicy, PairLogprobs, dpo_loss, dpo_losses, kto_losses
 
 

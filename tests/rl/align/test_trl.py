@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from experiments import answers
 from tests.rl.align import trl_runs
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import answers
 from ztk.report import plot
 
 pytest.importorskip("trl")

@@ -23,14 +23,14 @@ import torch
 import transformers
 import trl
 
-from experiments.alignment import open_stream
-from experiments.drawn_answers import DistillStream
-from experiments.examples import ExampleStream, Step
-from experiments.models import build, full_values
-from experiments.prompts import PAD, STOP
 from ztk.checkpoint.llama import TO_LLAMA, llama_config
 from ztk.config import Config
 from ztk.core.runtime import Process
+from ztk.experiments.alignment import open_stream
+from ztk.experiments.drawn_answers import DistillStream
+from ztk.experiments.examples import ExampleStream, Step
+from ztk.experiments.models import build, full_values
+from ztk.experiments.prompts import PAD, STOP
 from ztk.rl.align import Sequences
 
 TOLERANCE = 1e-5

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from experiments import policies, rollout_loop, rollout_run, rollouts
-from experiments.models import full_values, warm_start
 from tests.parallel.topology.runs import alone
 from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.core.runtime import Process
+from ztk.experiments import policies, rollout_loop, rollout_run, rollouts
+from ztk.experiments.models import full_values, warm_start
 from ztk.report import plot
 from ztk.rl.rollout import CachedRollouts
 from ztk.train.engine import Engine

@@ -13,17 +13,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments import grpo, policies, rollout_loop, rollouts
-from experiments.models import full_values
-from experiments.policy_update import update_policy
-from experiments.prompts import Prompts
-from experiments.rollout_run import open_run
-from experiments.rollouts import drawing_of
 from tests.rl.rollout.runs import config_of, play, rows_of, shortened
 from tests.rl.rollout.test_environments import LONG
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import CorrectionName, RolloutEngineName, RolloutIdentity
 from ztk.core.runtime import Process
+from ztk.experiments import grpo, policies, rollout_loop, rollouts
+from ztk.experiments.models import full_values
+from ztk.experiments.policy_update import update_policy
+from ztk.experiments.prompts import Prompts
+from ztk.experiments.rollout_run import open_run
+from ztk.experiments.rollouts import drawing_of
 from ztk.report import plot
 from ztk.rl.rollout import Ahead, CachedRollouts, EnvironmentFault
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from experiments import policies
-from experiments.models import build
 from tests.hf.policies import ADAPTERS, save_policy
 from tests.hf.policies import config_of as config_of_hf
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.models import build
 from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout import (
     CachedRollouts,

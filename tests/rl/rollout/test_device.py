@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import grpo, policies
-from experiments.best import Best
-from experiments.models import build
-from experiments.prompts import Prompts
-from experiments.rollout_run import Run
-from experiments.rollouts import draw, drawing, score_samples
 from tests.device_tagged import DEVICE, gpu_tensors, move, products_of_torch
 from tests.inference.test_blocks import Replayed
 from tests.rl.rollout.runs import Batches, OneRank, config_of, play, rows_of
 from ztk.core.runtime import Process
+from ztk.experiments import grpo, policies
+from ztk.experiments.best import Best
+from ztk.experiments.models import build
+from ztk.experiments.prompts import Prompts
+from ztk.experiments.rollout_run import Run
+from ztk.experiments.rollouts import draw, drawing, score_samples
 from ztk.inference import Generator, graphs, memory
 from ztk.nn import Decoder
 from ztk.rl.rollout import (

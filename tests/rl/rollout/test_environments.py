@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import policies
-from experiments.rollouts import PROBED
 from tests.parallel.topology.families import make
 from tests.rl.align.chats import PLAIN, save_tokenizer, train_tokenizer
 from tests.rl.rollout.runs import config_of, play, rows_of, shortened
@@ -21,6 +19,8 @@ from ztk.config import ConfigError, Machine, compose, prepare_environment
 from ztk.core.policies.rollout import CorrectionName, RolloutEngineName, RolloutIdentity
 from ztk.core.runtime import Process
 from ztk.data import SubwordTokenizer
+from ztk.experiments import policies
+from ztk.experiments.rollouts import PROBED
 from ztk.nn import Decoder
 from ztk.rl.align import ChatTemplate, Encoding
 from ztk.rl.rollout import EnvironmentFault, Environments, Episode, Samples, load_function

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import alignment as program
-from experiments import rollout_loop as loop
-from experiments.best import Best
-from experiments.completions import Lines
 from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.launch import failure_of
+from ztk.experiments import alignment as program
+from ztk.experiments import rollout_loop as loop
+from ztk.experiments.best import Best
+from ztk.experiments.completions import Lines
 from ztk.rl.rollout import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.rewards import ANSWER_COLUMNS
 from ztk.train import loop as train_loop

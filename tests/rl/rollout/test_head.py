@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 
-from experiments import answers, policies
 from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
+from ztk.experiments import answers, policies
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses

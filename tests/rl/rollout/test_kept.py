@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from experiments import grpo
-from experiments.answer_losses import losses_of
-from experiments.policy_update import loss_of
-from experiments.rollouts import draw, layout_of, logprobs_of, score_samples
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.rl.rollout.test_device import OPTIONS, run_of
+from ztk.experiments import grpo
+from ztk.experiments.answer_losses import losses_of
+from ztk.experiments.policy_update import loss_of
+from ztk.experiments.rollouts import draw, layout_of, logprobs_of, score_samples
 from ztk.inference import SamplingParams
 from ztk.inference.sample import Cut, Draw, draw_rows
 from ztk.nn import loss as losses

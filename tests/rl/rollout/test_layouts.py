@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from experiments import policies
-from experiments.models import warm_start
 from tests.parallel.topology.families import make
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
+from ztk.experiments import policies
+from ztk.experiments.models import warm_start
 from ztk.hf.causal import CausalForward
 from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig

@@ -6,11 +6,11 @@ P: bytes of the full parameters, U: of the largest unit, R: of the root, which i
 import pytest
 import torch
 
-from experiments import policies
-from experiments.models import build
 from tests.rl.rollout.runs import composed
 from ztk.core.runtime import Process
 from ztk.core.runtime.memory import Tier
+from ztk.experiments import policies
+from ztk.experiments.models import build
 from ztk.rl.rollout import (
     Requests,
     RolloutPolicy,

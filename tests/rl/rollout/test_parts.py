@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from experiments.models import open_critic, replaced
-from experiments.pretrain import build_model
 from tests.rl.rollout.runs import config_of
+from ztk.experiments.models import open_critic, replaced
+from ztk.experiments.pretrain import build_model
 from ztk.inference.sample import choose
 from ztk.inference.uniforms import sample_keys, uniforms
 from ztk.rl.rollout import (

@@ -14,11 +14,11 @@ import numpy
 import pytest
 import torch
 
-from experiments.prompts import Prompts
-from experiments.reward_models import RewardModel
-from experiments.rewards import reward, reward_metrics
 from tests.rl.rollout.runs import SMALL, Batches, OneRank, config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
+from ztk.experiments.prompts import Prompts
+from ztk.experiments.reward_models import RewardModel
+from ztk.experiments.rewards import reward, reward_metrics
 from ztk.rl.rollout import Requests, RolloutPolicy
 from ztk.rl.rollout.rewards import (
     Answered,

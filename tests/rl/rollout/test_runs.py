@@ -7,12 +7,12 @@ import tempfile
 import pytest
 import torch
 
-from experiments import rollout_loop
-from experiments.prompts import Prompts
 from tests.rl.rollout.runs import REWARD, config_of, play, rows_of
 from ztk.core.policies.rollout import KlEstimator, KlPlace, RolloutEngineName, RolloutWeights, StageName
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime import Process
+from ztk.experiments import rollout_loop
+from ztk.experiments.prompts import Prompts
 from ztk.inference.products import Product
 from ztk.rl.rollout import Samples
 

@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-from experiments.models import build, full_values
-from experiments.prompts import Prompts
 from tests.experiments.test_alignment import config_of as config_of_pairs
 from tests.experiments.test_alignment import play as play_pairs
 from tests.parallel.topology.families import make
@@ -17,6 +15,8 @@ from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import StageName
 from ztk.core.runtime import Process
 from ztk.data import SubwordTokenizer
+from ztk.experiments.models import build, full_values
+from ztk.experiments.prompts import Prompts
 from ztk.rl.align import ChatTemplate, Encoding, Truncation, fitted, read_prompts
 from ztk.rl.rollout import Requests, RolloutPolicy, Samples
 

@@ -18,14 +18,14 @@ import torch
 import transformers
 import trl
 
-from experiments import grpo, rollout_loop, rollouts
-from experiments.models import build, full_values, warm_start
-from experiments.policy_update import Update, update_policy
-from experiments.prompts import STOP
-from experiments.rollout_run import Run
 from tests.rl.align.trl_runs import byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
+from ztk.experiments import grpo, rollout_loop, rollouts
+from ztk.experiments.models import build, full_values, warm_start
+from ztk.experiments.policy_update import Update, update_policy
+from ztk.experiments.prompts import STOP
+from ztk.experiments.rollout_run import Run
 from ztk.nn import Decoder
 from ztk.rl.rollout import Samples
 

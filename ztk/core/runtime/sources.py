@@ -48,7 +48,7 @@ def sources() -> dict[str, str]:
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        is_own = name.partition(".")[0] in ("ztk", "experiments")
+        is_own = name.partition(".")[0] == "ztk"
         if name == "__main__" or not isinstance(file, str) or not file.endswith(".py"):
             continue
         if is_own or not file.startswith(libraries):
