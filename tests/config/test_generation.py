@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import yaml
 
-from ztk.config import Config, ConfigError, Machine, compose, to_explained_yaml
+from ztk.config import Config, ConfigError, Machine, compose, save, to_explained_yaml
 from ztk.config.generation import end_tokens, generation_file
 
 CPU = Machine(gpus=0, cores=2)
@@ -125,7 +124,9 @@ def test_a_broken_file_is_named(folder):
 def test_a_run_has_its_base_models_file(folder, tmp_path):
     base, run = folder(LLAMA), tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"name": "hf", "path": str(base)}}))
+    config = compose("model=nano", output_dir=run)
+    config.model.path = str(base)
+    save(config, path=run / "config.yaml")
     file = generation_file(str(run / "checkpoints"))
     assert file == base / "generation_config.json" and end_tokens(file) == (128001, 128008, 128009)
     assert end_tokens(generation_file(str(tmp_path / "run" / "nothing" / "in" / "it" / "at" / "all"))) == ()
