@@ -1,6 +1,7 @@
 """Every way to draw, over every cache, with every kind of head: log-probabilities and choices are those of the model's own logits."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ WAYS = {
 
 def _phi():
     """A bias as large as the logits, in a vocabulary that fills no tile of a kernel."""
-    model = build("phi")
+    model: Any = build("phi")
     with torch.no_grad():
         model.lm_head.bias.copy_(2 * torch.randn(VOCABULARY))
     return model
@@ -135,7 +136,7 @@ def test_every_way_to_draw_has_the_logits_of_the_model(head, cache, monkeypatch)
         together = generator.generate([PROMPT] * len(every), sampling=list(every.values()))
         scores = generator.score([PROMPT])[0]
     if cache == "graphs" and isinstance(generator._model, InferenceModel):
-        assert generator._stepper.graphs.captured > 0
+        assert (drawn := generator._stepper.graphs) is not None and drawn.captured > 0
     rounded = None
     if "weights" in CACHES[cache]:
         rounded = lambda tokens: _logits_of(generator, tokens=tokens)  # noqa: E731
