@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from ztk.cli.folders import settle_folder
 from ztk.cli.session import Session
 from ztk.cli.sweep_line import read_line
 from ztk.config import ConfigError, Machine, check_resumed, compose, job_hash, save, take_sweep_keys
@@ -101,9 +102,14 @@ def test_the_decay_of_wsd_follows_the_length_of_the_run_unless_it_is_given(tmp_p
         check_resumed(config_of(*changed, folder=folder))
 
 
-def test_a_run_without_a_checkpoint_is_compared_with_nothing(tmp_path):
+def test_a_run_without_a_step_is_compared_with_nothing(tmp_path):
+    """With a step it is: its rows would be replaced."""
     save(config_of("optimizer.lr=1e-3", folder=tmp_path), path=tmp_path / "config.yaml")
-    check_resumed(config_of("checkpoint.resume=auto", folder=tmp_path))
+    config = config_of("checkpoint.resume=auto", folder=tmp_path)
+    assert not settle_folder(config, is_restart=False, continued=lambda: config).is_done
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="optimizer.lr"):
+        settle_folder(config, is_restart=False, continued=lambda: config)
 
 
 @pytest.mark.parametrize(

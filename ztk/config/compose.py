@@ -73,8 +73,10 @@ def compose(
     """
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
-    words = take_run_words(words, has_ranks=bool(machine.started_ranks), folders=[*map(os.fspath, folders)]).words
-    arguments = parse_arguments(words, folders=[conf_dir(), *map(os.fspath, folders)])
+    words = take_run_words(
+        words, has_ranks=bool(machine.started_ranks), folders=[os.fspath(folder) for folder in folders]
+    ).words
+    arguments = parse_arguments(words, folders=[conf_dir(), *(os.fspath(folder) for folder in folders)])
     if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
         raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
     folder = str(Path(output_dir).absolute())
