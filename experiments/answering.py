@@ -260,7 +260,6 @@ def _policy(config: Config) -> InferencePolicy:
         offload=_offload(config),
         memory_bytes=chosen.memory_bytes,
         device=config.launch.device.value,
-        cache=chosen.cache.value if chosen.cache else None,
         cache_tokens=chosen.cache_tokens,
         cache_dtype=(chosen.cache_dtype or CacheFormat.stored).value,
         exact=chosen.exact is not False,

@@ -11,7 +11,7 @@ therefore gets noise first: 2 % of its standard deviation, and 10 %, which remov
 and computes the same tokens in the same windows. "size" is bits per weight of all matrices.
 
 Without it, a decoder of 0.2 million parameters learns bytes of one file of Python's standard library for 120 steps and is evaluated on 2,048
-bytes of another file. 48 tokens after each of 8 prompts are compared with unquantised weights. fp8 is the format of the block cache. The last
+bytes of another file. 48 tokens after each of 8 prompts are compared with unquantised weights. fp8 is the format of the cache. The last
 two rows scale keys by 4,096 and queries by the inverse, which is exact in fp32: with an fp8 cache, and with an fp8 cache without scales.
 """
 
@@ -51,8 +51,8 @@ POLICIES = {
     "stored": InferencePolicy(),
     "int8": InferencePolicy(weights="int8"),
     "int4": InferencePolicy(weights="int4"),
-    "fp8": InferencePolicy(weights="fp8", cache="blocks"),
-    FP8_CACHE: InferencePolicy(cache="blocks", cache_dtype="fp8"),
+    "fp8": InferencePolicy(weights="fp8"),
+    FP8_CACHE: InferencePolicy(cache_dtype="fp8"),
 }
 NOISE = (0.02, 0.1)
 TEXT_BYTES, WINDOW = 30_000, 1024

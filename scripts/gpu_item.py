@@ -95,14 +95,14 @@ def machine(process: Process) -> dict:
 
 
 def answers(process: Process) -> dict:
-    """A random model answers over a block cache: with eager kernels, with CUDA graphs, and without other sequences.
+    """A random model answers on a GPU: with eager kernels, with CUDA graphs, and without other sequences.
 
     Raises:
         RuntimeError: their tokens differ.
     """
     config = MEDIUM if process.device.type == "cuda" else TINY
     model = initialise(Decoder(config), seed=SEED, device=process.device)
-    policy = InferencePolicy(cache="blocks", max_model_len=config.max_seq_len)
+    policy = InferencePolicy(max_model_len=config.max_seq_len)
     prompts = [[(7 * i + j) % config.vocab_size for j in range(3 + 5 * i)] for i in range(6)]
     sampling = SamplingParams(max_tokens=16, temperature=0)
     generator = Generator(model, policy=policy)
@@ -123,7 +123,6 @@ def decode(process: Process) -> dict:
     config, longest = (LLAMA, max(DECODED.values())) if on_gpu else (TINY, TINY.max_seq_len)
     answer, found = longest // 32 if on_gpu else longest // 4, {}
     policy = InferencePolicy(
-        cache="blocks",
         max_sequences=max(DECODED),
         max_step_tokens=PREFILLED,
         max_model_len=longest,

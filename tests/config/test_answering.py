@@ -45,11 +45,9 @@ def test_ranks_share_layers(words):
         ),
         ("topology=dp", "topology has no effect with task=generate"),
         ("topology=tp2_pp2", "topology.pipeline=2: task=generate cuts layers between ranks, and nothing else"),
-        ("weights=fp8", "inference.weights=fp8 needs a cache of blocks: add inference.cache=blocks"),
-        ("weights=bf16", "inference.weights=bf16 needs a cache of blocks"),
-        ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 needs a cache of blocks"),
-        ("inference.exact=false", "inference.exact=false needs a cache of blocks"),
-        ("inference.cache=pages", "inference.cache=pages"),
+        ("weights=bf16", "inference.weights=bf16 is for GPUs"),
+        ("inference.exact=false", "inference.exact=false is for GPUs"),
+        ("inference.cache=blocks", "inference.cache"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0, or 1e-06 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: no such folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
@@ -78,40 +76,35 @@ def test_a_plan_gives_the_cache_its_memory(words):
     )
 
 
-def test_a_gpu_has_a_cache_of_blocks(words):
-    """A GPU uses a cache of blocks, unless the request needs an option that only the CPU has."""
-    blocks = composed(
-        *words, "inference.cache=blocks", "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false"
-    )
-    assert (blocks.launch.device, blocks.inference.cache, blocks.inference.exact) == ("cpu", "blocks", False)
-    assert any(
-        "inference.weights=bf16 is for GPUs" in f for f in faults(*words, "inference.cache=blocks", "weights=bf16")
-    )
-    assert composed(*words, "inference.cache=blocks", "offload=nvme").offload.optimizer == "nvme"
-    assert any(
-        "for layers that stream" in f
-        for f in faults(*words, "inference.cache=blocks", "offload=nvme", "inference.memory_bytes=1e9")
-    )
-    assert composed(*words, "inference.cache=blocks", "topology=tp2", "offload=nvme").topology.tensor == 2
+def test_a_gpu_answers_where_it_can(words):
+    """A GPU, or one for each rank that shares the layers; layers that stream are computed on the CPU."""
+    own = composed(*words, "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false")
+    assert (own.launch.device, own.inference.cache_dtype, own.inference.exact) == ("cpu", "fp8", False)
+    for option in ("weights=fp8", "inference.cache_dtype=fp8"):
+        assert any("with offload=nvme: " in fault for fault in faults(*words, option, "offload=nvme"))
 
-    machine = Machine(gpus=1, cores=2)
-    assert composed(*words, "weights=bf16", machine=machine).launch.device == "cuda"
-    assert composed(*words, "launch.device=cpu", machine=machine).launch.device == "cpu"
+    one, two = Machine(gpus=1, cores=2), Machine(gpus=2, cores=2)
+    assert composed(*words, "weights=bf16", machine=one).launch.device == "cuda"
     kept = [word for word in words if word.startswith("inference.model")]
-    for task, (option, shown, does) in itertools.product(
+    for task, (option, message) in itertools.product(
         ("serve", "generate", "eval"),
         (
-            ("offload=nvme", "offload=nvme", "layers stream"),
-            ("topology=tp2", "topology.tensor=2", "ranks share layers"),
-            ("inference.cache=slabs", "inference.cache=slabs", "slabs are read"),
+            (
+                "offload=nvme",
+                "offload=nvme with a machine with a GPU: layers stream on the CPU; add launch.device=cpu, or",
+            ),
+            ("topology=tp2", "topology.tensor=2 with 1 GPU: each rank needs its own; add launch.device=cpu, or leave"),
         ),
     ):
         own = (f"task={task}", *kept, option, *([f"eval.path={__file__}"] if task == "eval" else []))
-        assert composed(*own, "launch.device=cpu", machine=machine).launch.device == "cpu"
+        assert composed(*own, "launch.device=cpu", machine=one).launch.device == "cpu"
         assert composed(*own).launch.device == "cpu"  # of a machine without a GPU
-        for more, where in (((), "a machine with a GPU"), (("launch.device=cuda",), "launch.device=cuda")):
-            message = f"{shown} with {where}: {does} on the CPU; add launch.device=cpu, or leave {shown} out"
-            assert any(message in fault for fault in faults(*own, *more, machine=machine)), (own, more)
+        assert any(message in fault for fault in faults(*own, machine=one)), own
+    shared = composed(*words, "topology=tp2", machine=two)
+    assert (shared.launch.device, shared.launch.ranks or shared.topology.tensor) == ("cuda", 2)
+    files = (*words, "offload=nvme", "launch.device=cuda")  # of preempted sequences' blocks
+    assert composed(*files, machine=one).offload.optimizer == "nvme"
+    assert any("for layers that stream" in f for f in faults(*files, "inference.memory_bytes=1e9", machine=one))
 
 
 def test_a_packed_model_is_read_where_it_is(tmp_path):
@@ -129,15 +122,15 @@ def test_a_packed_model_is_read_where_it_is(tmp_path):
     [
         ("cohere", ("offload=nvme",), None),
         ("cohere", ("offload=nvme", "topology=tp2"), None),
-        ("cohere", ("topology=tp2", "inference.cache=blocks"), "which ranks share over slabs alone"),
-        ("cohere", ("inference.cache=blocks", "offload=nvme"), None),
-        ("cohere", ("topology=tp2",), None),
+        ("cohere", ("topology=tp2", "launch.device=cuda"), "which ranks share on the CPU alone"),
+        ("cohere", ("topology=tp2", "launch.device=cpu"), None),
         ("llama", ("topology=tp2", "offload=nvme"), None),
     ],
 )
 def test_models_that_run_their_own_modules(tmp_path, kind, more, fault):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    found = faults("task=generate", f"inference.model={tmp_path}", "inference.prompts=p.jsonl", *more)
+    words, machine = (f"inference.model={tmp_path}", "inference.prompts=p.jsonl"), Machine(gpus=2, cores=2)
+    found = faults("task=generate", *words, *more, machine=machine)
     assert any(fault in line for line in found) if fault else not any("own modules" in line for line in found)
 
 

@@ -69,7 +69,7 @@ def test_every_option_composes(group, option, tmp_path):
     if option in ("generate", "serve", "eval") or group == "weights":
         model = (f"inference.model={tmp_path}",)
     if group == "weights":
-        model += ("task=serve", *(["inference.cache=blocks"] if option == "fp8" else []))
+        model += ("task=serve",)
     if option == "generate":
         model += (f"inference.prompts={__file__}",)
     if option == "eval":

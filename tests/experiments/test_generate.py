@@ -156,18 +156,16 @@ def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):
     assert not (tmp_path / PACKED).exists()
 
 
-def test_a_cache_of_blocks_is_chosen_by_keys(trained, tmp_path):
-    words = ("task=serve", f"inference.model={trained}", "launch.device=cpu", "inference.cache=blocks")
+def test_the_cache_and_its_format_are_chosen_by_keys(trained, tmp_path):
+    words = ("task=serve", f"inference.model={trained}", "launch.device=cpu")
     config = compose(*words, "inference.cache_tokens=2048", output_dir=str(tmp_path))
     opened, generator = open_answering(config)
-    chosen = generator.policy
-    assert (chosen.device, chosen.cache, chosen.cache_tokens, chosen.exact) == ("cpu", "blocks", 2048, True)
+    assert (generator.policy.device, generator.policy.cache_tokens) == ("cpu", 2048)
     greedy, prompts = SamplingParams(max_tokens=6, temperature=0), [list(b"def f("), list(b"import ")]
-    over_slabs = Generator(opened.module).generate(prompts, sampling=greedy)
-    over_blocks = generator.generate(prompts, sampling=greedy)
-    assert [[one.tokens for one in each] for each in over_blocks] == [
-        [one.tokens for one in each] for each in over_slabs
-    ]
+    assert generator._cache.positions == 2048
+    plain = Generator(opened.module).generate(prompts, sampling=greedy)
+    found = generator.generate(prompts, sampling=greedy)
+    assert [[one.tokens for one in each] for each in found] == [[one.tokens for one in each] for each in plain]
 
     config = compose(
         *words, "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false", output_dir=str(tmp_path)

@@ -49,7 +49,7 @@ def run_schedule(
     step."""
     chance = random.Random(seed)
     own, draft = random.Random(f"draft {seed}"), None
-    if policy.get("weights") != "fp8" and own.random() < 1 / 3:  # fp8 is of GPUs' blocks, a draft model of slabs
+    if policy.get("weights") != "fp8" and own.random() < 1 / 3:  # a draft model takes no fp8
         draft = build_decoder(layers=1, vocab_size=model.config.vocab_size)
     generator = Generator(
         model,

@@ -22,7 +22,7 @@ from ztk.nn.low_rank import LowRank
 from ztk.zero.offload import OffloadPolicy
 
 NAMES = (None, "all", "some")
-BLOCKS = {"cache": "blocks"}
+BLOCKS = {"kernels": True}
 SHARED = [(5 * i + 1) % VOCABULARY for i in range(150)]
 
 
@@ -113,7 +113,7 @@ CASES = {
     "llama, blocks": ("llama", "down_proj", BLOCKS),
     "llama, lookups": ("llama", "v_proj", {"lookup_tokens": 3}),
     "llama, int8": ("llama", "o_proj", {"weights": "int8"}),
-    "llama, int4 over blocks": ("llama", "up_proj", BLOCKS | {"weights": "int4"}),
+    "llama, int4 by kernels": ("llama", "up_proj", BLOCKS | {"weights": "int4"}),
     "gpt2": ("gpt2", "c_fc", {}),
     "phi3, blocks": ("phi3", "gate_up_proj", BLOCKS),
     "native": ("native", "query", {}),
@@ -150,7 +150,7 @@ def test_drafts_change_no_bit_of_an_adapter():
     assert found == apart(model, adapters=adapters)
 
 
-@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["slabs", "blocks"])
+@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["products", "kernels"])
 def test_a_prefix_is_reused_with_its_own_salt_alone(policy):
     generator = Generator(build_decoder(), policy=InferencePolicy(max_sequences=4, **policy))
 
@@ -167,7 +167,7 @@ def test_a_prefix_is_reused_with_its_own_salt_alone(policy):
     assert reused("c", "c") >= 128
 
 
-@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["slabs", "blocks"])
+@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["products", "kernels"])
 def test_a_prefix_is_reused_by_its_own_adapter_alone(policy):
     model = build_decoder()
     adapters = {name: adapter_of(model, seed=seed) for seed, name in enumerate(NAMES[1:])}
@@ -209,7 +209,7 @@ def mixed_by_ranks(process: ztk.Process, *, policy: dict) -> list:
     return [found, expected]
 
 
-@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["slabs", "blocks"])
+@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["products", "kernels"])
 def test_two_ranks_cut_adapters_as_they_cut_the_base(ranks, policy):
     found, expected = ranks(2).run(mixed_by_ranks, policy=policy)[0]
     assert found == expected
@@ -275,7 +275,7 @@ def test_adapters_of_another_model_and_unsupported_options_are_refused(tmp_path)
         ({"adapters": {"x": head}}, r"inference\.adapters\.x: head cannot have an adapter by request"),
         ({"adapters": {"x": adapter}, "policy": streamed}, r"inference\.adapters=\{x\} with offload=nvme"),
         (
-            {"adapters": {"x": adapter}, "policy": InferencePolicy(cache="blocks", cache_dtype="fp8")},
+            {"adapters": {"x": adapter}, "policy": InferencePolicy(kernels=True, cache_dtype="fp8")},
             r"inference\.adapters=\{x\} with inference\.cache_dtype=fp8",
         ),
     ):

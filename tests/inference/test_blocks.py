@@ -1,4 +1,4 @@
-"""The engine over a cache of blocks: the same answers as over slabs, whatever is shared, preempted or copied on write."""
+"""The engine by kernels, as on a GPU: the same answers as by products, whatever is shared, preempted or copied on write."""
 
 import random
 from types import SimpleNamespace
@@ -10,17 +10,17 @@ import torch
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams, memory, probe
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.cache_attention import BLOCK
+from ztk.inference.cache import Cache
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.opening import ReadParameters
 from ztk.inference.sample import Draw, cut_of, penalised, select
 from ztk.inference.slots import BlockPool
 from ztk.kernels import set_backend
+from ztk.kernels.shared.cached_attention import BLOCK
 from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
-BLOCKS = {"cache": "blocks", "max_model_len": 192}
+BLOCKS = {"kernels": True, "max_model_len": 192}
 
 
 def answers(model, *, sampling, prompts=PROMPTS, **policy):
@@ -28,7 +28,7 @@ def answers(model, *, sampling, prompts=PROMPTS, **policy):
 
 
 @pytest.mark.parametrize("family", ["native", "gpt2", "gemma3", "qwen2_moe", "bloom", "olmo2", "phi"])
-def test_greedy_answers_are_those_over_slabs(family):
+def test_greedy_answers_are_those_of_products(family):
     """The families cover norms of both kinds in all places, ALiBi, windows, parallel blocks, both norms of heads, and shared experts."""
     model = build_decoder() if family == "native" else build(family)
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=True)
@@ -132,7 +132,7 @@ def test_preempted_blocks_are_kept_in_files(tmp_path):
 
 
 def test_sampling_steps_are_made_where_the_logits_are():
-    """Bias, penalties, top-k, top-p and min-p over blocks compared with the host's; the draws differ, the distribution is equal."""
+    """Bias, penalties, top-k, top-p and min-p by kernels compared with the host's; the draws differ, the distribution is equal."""
     model = Generator(build_decoder(), policy=InferencePolicy(**BLOCKS))._model
     x = torch.randn(5, model.description.dim, generator=torch.Generator().manual_seed(0))
     options = [
@@ -170,7 +170,7 @@ def test_answers_to_one_prompt_share_its_blocks():
 
 def test_a_scrambled_block_is_noticed(monkeypatch):
     """The same check fails when a block that comes back from main memory has one wrong number."""
-    model, restore = build_decoder(), BlockCache.restore
+    model, restore = build_decoder(), Cache.restore
 
     def scrambled(self, copies, *, blocks):
         restore(self, copies, blocks=blocks)
@@ -179,7 +179,7 @@ def test_a_scrambled_block_is_noticed(monkeypatch):
     sampling = SamplingParams(max_tokens=70, temperature=0)
     prompts = [[number] * 60 for number in range(1, 4)]
     expected = answers(model, prompts=prompts, sampling=sampling, **BLOCKS)
-    monkeypatch.setattr(BlockCache, "restore", scrambled)
+    monkeypatch.setattr(Cache, "restore", scrambled)
     found = answers(model, prompts=prompts, sampling=sampling, cache_tokens=4 * BLOCK, **BLOCKS)
     assert any(own[0].logprobs.tolist() != one[0].logprobs.tolist() for own, one in zip(found, expected, strict=True))
 
@@ -202,7 +202,7 @@ def test_the_kernels_themselves_give_the_same_tokens(family):
 
 
 def test_draws_follow_the_probabilities_and_nothing_else():
-    """Over blocks a kernel draws: 400 answers of one token against the model's own probabilities; each has the same token alone."""
+    """With kernels one draws: 400 answers of one token against the model's own probabilities; each has the same token alone."""
     model, prompt, count = build_decoder(), [5, 6, 7], 400
     generator = Generator(model, policy=InferencePolicy(**BLOCKS))
     sampling = SamplingParams(max_tokens=1, temperature=0.8, n=count, seed=3)
@@ -342,7 +342,7 @@ def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):
     generator._model.weights.embedding[95] = float("nan")
     generator.read = ReadParameters(None)
     made = []
-    monkeypatch.setattr(BlockCache, "__init__", lambda *given, **options: made.append(options))
+    monkeypatch.setattr(Cache, "__init__", lambda *given, **options: made.append(options))
     bad = generator.submit([*shared[:90], *range(60), 95], sampling=good)
     while generator.has_work:
         outputs += generator.step()
@@ -355,11 +355,9 @@ def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        ({"weights": "fp8"}, "inference.weights=fp8 needs a cache of blocks"),
-        ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 needs a cache of blocks"),
-        ({"exact": False}, "inference.exact=false needs a cache of blocks"),
-        ({"cache": "blocks", "cache_tokens": 128}, "128 tokens in blocks of 64, and one sequence may have 256"),
-        ({"cache": "pages"}, "must be slabs or blocks"),
+        ({"weights": "bf16"}, "inference.weights=bf16 is for GPUs"),
+        ({"exact": False}, "inference.exact=false is for GPUs"),
+        ({"cache_tokens": 63}, "the cache may take .* bytes, and the shortest sequence needs"),
     ],
 )
 def test_what_does_not_apply_is_refused(policy, message):
@@ -385,6 +383,41 @@ def test_full_blocks_are_found_by_their_tokens_until_they_are_needed():
     pool.release(1, keep=False)
     pool.forget()
     assert pool.match(tokens) == [] and pool.available == 4
+
+
+def test_the_tail_of_an_ended_sequence_is_found_until_it_is_written():
+    """By a chat's next turn, in the block itself; a second one copies it. Other owners do not find it."""
+    pool, tokens = BlockPool(6, tables=[[], [], []]), list(range(100))
+    pool.extend(0, start=0, stop=100)
+    pool.register(0, tokens=tokens, computed=100, owner="mine")
+    kept = list(pool.tables[0])
+    pool.release(0, tokens=tokens, owner="mine")
+    assert pool.match_tail([*tokens, 7, 8], owner="mine") == (kept, 100)
+    assert pool.match_tail([*tokens[:80], 7, 8], owner="mine") == (kept, 80)
+    assert pool.match_tail(tokens, owner="other") == ([], 0) and pool.match_tail([9], owner="mine") == ([], 0)
+    pool.share(1, blocks=kept)
+    pool.share(2, blocks=pool.match_tail([*tokens[:70], 5], owner="mine")[0])
+    assert pool.extend(2, start=70, stop=72) == [(kept[1], pool.tables[2][1])]
+    assert pool.extend(1, start=100, stop=102) == [] and pool.tables[1] == kept
+    assert pool.match_tail([*tokens, 7, 8], owner="mine") == (kept[:1], 64)
+
+
+def test_a_sequence_that_grows_alone_has_blocks_in_a_row():
+    """Each slot from its own part on; after a shared beginning, too."""
+    pool = BlockPool(12, tables=[[], [], []], is_apart=True)
+    for stop in (10, 100, 200):
+        for slot in range(3):
+            assert pool.extend(slot, start=0, stop=stop) == []
+    assert pool.tables == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    tokens = list(range(200))
+    pool.register(2, tokens=tokens, computed=130)
+    for slot in range(3):
+        pool.release(slot)
+    pool.share(1, blocks=pool.match(tokens))
+    assert pool.extend(1, start=128, stop=200) == [] and pool.tables[1] == [8, 9, 10, 11]
+    assert pool.extend(2, start=0, stop=70) == []  # its own part is taken
+    first, second = pool.tables[2]
+    assert second == first + 1
 
 
 def test_whoever_writes_first_copies():

@@ -109,11 +109,15 @@ def test_streamed_and_packed_layers_have_the_weights_of_memory(family, tmp_path)
 
 @pytest.mark.parametrize("family", ["native", "qwen2_moe"])
 def test_blocks_have_the_same_weights(family):
-    """Over blocks the products are ztk's kernels, with another layout."""
+    """The kernels' weights have another layout."""
     model = build_decoder() if family == "native" else build(family)
-    for slabs, blocks in zip(weights_of(model), weights_of(model, cache="blocks"), strict=True):
-        for own, other in ((slabs.qkv, blocks.qkv), (slabs.out, blocks.out), (slabs.mlp.down, blocks.mlp.down)):
-            torch.testing.assert_close(shown(own), shown(other), rtol=2**-8, atol=1e-6)  # slabs round to bf16
+    for products, kernels in zip(weights_of(model), weights_of(model, kernels=True), strict=True):
+        for own, other in (
+            (products.qkv, kernels.qkv),
+            (products.out, kernels.out),
+            (products.mlp.down, kernels.mlp.down),
+        ):
+            torch.testing.assert_close(shown(own), shown(other), rtol=2**-8, atol=1e-6)  # the products round to bf16
 
 
 @pytest.mark.parametrize("family", ["native", "qwen2_moe"])
@@ -132,10 +136,10 @@ def test_two_ranks_have_the_weights_of_one(family):
             assert torch.equal(torch.cat([shown(part.down)[:half] for part in own]), shown(mlp.down)[: 2 * half])
 
 
-def weights_of(model, *, cut: Cut | None = None, cache: str = "slabs") -> list:
+def weights_of(model, *, cut: Cut | None = None, kernels: bool = False) -> list:
     """The calibrated layers of the model, or of a rank's part."""
     subject, state = describe(model), dict(model.named_parameters())
-    options = {"description": subject.description, "placement": Placement(kind="int4", cache=cache), "cut": cut}
+    options = {"description": subject.description, "placement": Placement(kind="int4", by_kernels=kernels), "cut": cut}
     return list(collect(state, inputs=Calibration(TEXT, subject=subject, state=state), **options).layers)
 
 

@@ -12,7 +12,7 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams, stepping
 from ztk.inference.sample import Draw, Drawn
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [9, 7]]
-CACHES = ["slabs", "blocks"]
+KERNELS = pytest.mark.parametrize("kernels", [False, True], ids=["products", "kernels"])
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,17 @@ def sampling_of(number: int, **options: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, "temperature": 0.8, "seed": number} | options)
 
 
-def alone(model, *, cache: str) -> list[list[int]]:
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+def alone(model, *, kernels: bool) -> list[list[int]]:
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     return [
         generator.generate([prompt], sampling=sampling_of(number))[0][0].tokens for number, prompt in enumerate(PROMPTS)
     ]
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_streams_in_turns_with_generate_and_submit_have_their_own_tokens(model, cache):
-    expected = alone(model, cache=cache)
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+@KERNELS
+def test_streams_in_turns_with_generate_and_submit_have_their_own_tokens(model, kernels):
+    expected = alone(model, kernels=kernels)
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     submitted = generator.submit(PROMPTS[0], sampling=sampling_of(0))
     streams = [generator.stream(PROMPTS[number], sampling=sampling_of(number)) for number in (1, 2)]
     found: list[list[int | None]] = [[], []]
@@ -52,10 +52,10 @@ def test_streams_in_turns_with_generate_and_submit_have_their_own_tokens(model, 
     assert {output.request_id for output in outputs} == {submitted.id} and outputs[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_threads_that_generate_stream_and_score_have_their_own_tokens(model, cache):
-    expected = alone(model, cache=cache)
-    generator = Generator(model, policy=InferencePolicy(max_sequences=3, cache=cache))
+@KERNELS
+def test_threads_that_generate_stream_and_score_have_their_own_tokens(model, kernels):
+    expected = alone(model, kernels=kernels)
+    generator = Generator(model, policy=InferencePolicy(max_sequences=3, kernels=kernels))
     scores = generator.score(PROMPTS)
 
     def work(number: int) -> bool:
@@ -113,11 +113,11 @@ def poisoned(token: int):
     return fail
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_error_of_a_step_ends_the_sequence_that_caused_it(model, cache, monkeypatch, caplog):
+@KERNELS
+def test_an_error_of_a_step_ends_the_sequence_that_caused_it(model, kernels, monkeypatch, caplog):
     """The others have the tokens that they have alone, and the error is in the log with its traceback."""
-    expected = alone(model, cache=cache)
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+    expected = alone(model, kernels=kernels)
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     requests = [
         generator.submit(prompt, sampling=sampling_of(number)) for number, prompt in enumerate((*PROMPTS, [60, 95]))
     ]
@@ -137,10 +137,10 @@ def test_an_error_of_a_step_ends_the_sequence_that_caused_it(model, cache, monke
     assert generator.generate([PROMPTS[1]], sampling=sampling_of(1))[0][0].tokens == expected[1]
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_error_of_a_draw_ends_its_sequence(model, cache, monkeypatch):
-    expected = alone(model, cache=cache)
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+@KERNELS
+def test_an_error_of_a_draw_ends_its_sequence(model, kernels, monkeypatch):
+    expected = alone(model, kernels=kernels)
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     good = generator.submit(PROMPTS[0], sampling=sampling_of(0))
     bad = generator.submit(PROMPTS[1], sampling=sampling_of(1, logprobs=1))
     draw_rows = stepping.draw_rows
@@ -158,11 +158,11 @@ def test_an_error_of_a_draw_ends_its_sequence(model, cache, monkeypatch):
     assert "KeyError" in broken.error
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_an_error_of_the_plan_is_raised_and_reset_goes_on(model, cache, monkeypatch):
+@KERNELS
+def test_an_error_of_the_plan_is_raised_and_reset_goes_on(model, kernels, monkeypatch):
     """It belongs to no sequence. Afterwards nothing of it is left: no slot, no block, no prefix."""
-    expected = alone(model, cache=cache)
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+    expected = alone(model, kernels=kernels)
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     for prompt in PROMPTS:
         generator.submit(prompt * 30, sampling=sampling_of(0))
     generator.step()

@@ -5,7 +5,7 @@ import random
 import torch
 
 from tests.device_tagged import gpu_tensors
-from ztk.inference.block_cache import DeviceTables
+from ztk.inference.cache import DeviceTables
 
 
 def check_rows(made: DeviceTables, *, tables: list[list[int]], slots: list[int]) -> None:

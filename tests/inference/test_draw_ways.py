@@ -1,4 +1,4 @@
-"""Every way to draw, over every cache, with every kind of head: log-probabilities and choices are those of the model's own logits."""
+"""Every way to draw, by every kind of products, with every kind of head: log-probabilities and choices are those of the model's own logits."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +13,9 @@ from tests.inference.test_blocks import Replayed
 from tests.inference.test_masks import Counting
 from ztk.inference import Generator, InferencePolicy, SamplingParams, graphs, sample
 from ztk.inference import model as model_file
+from ztk.inference.cache import Span
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import Draw, cut_of, penalised
-from ztk.inference.steps import Span
 
 PROMPT, COUNT = [5, 6, 7, 8, 9], 4
 WAYS = {
@@ -64,11 +64,11 @@ HEADS = {
     "divided (Granite)": lambda: _of_transformers("Granite", logits_scaling=4.0),
     "multiplied (Cohere)": lambda: _of_transformers("Cohere", logit_scale=0.25),
 }
-CACHES = {
-    "slabs": {"cache": "slabs"},
-    "blocks": {"cache": "blocks"},
-    "blocks, weights in int8": {"cache": "blocks", "weights": "int8"},
-    "graphs": {"cache": "blocks", "device": "cuda:0"},
+PLACES = {
+    "products": {"kernels": False},
+    "kernels": {"kernels": True},
+    "kernels, weights in int8": {"kernels": True, "weights": "int8"},
+    "graphs": {"device": "cuda:0"},
 }
 
 
@@ -121,24 +121,24 @@ def _allowed(sampling, *, answer):
     return mask
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("head", HEADS)
-def test_every_way_to_draw_has_the_logits_of_the_model(head, cache, monkeypatch):
+def test_every_way_to_draw_has_the_logits_of_the_model(head, place, monkeypatch):
     """Each way alone, then all in one batch."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
     model = HEADS[head]()
     every = {name: SamplingParams(max_tokens=COUNT, seed=3, **options) for name, options in WAYS.items()}
-    with gpu_tensors() if cache == "graphs" else nullcontext():
+    with gpu_tensors() if place == "graphs" else nullcontext():
         generator = Generator(
-            model, policy=InferencePolicy(max_model_len=64, cache_tokens=64 * len(every), **CACHES[cache])
+            model, policy=InferencePolicy(max_model_len=64, cache_tokens=64 * len(every), **PLACES[place])
         )
         alone = {name: generator.generate([PROMPT], sampling=one)[0][0] for name, one in every.items()}
         together = generator.generate([PROMPT] * len(every), sampling=list(every.values()))
         scores = generator.score([PROMPT])[0]
-    if cache == "graphs" and isinstance(generator._model, InferenceModel):
+    if place == "graphs" and isinstance(generator._model, InferenceModel):
         assert (drawn := generator._stepper.graphs) is not None and drawn.captured > 0
     rounded = None
-    if "weights" in CACHES[cache]:
+    if "weights" in PLACES[place]:
         rounded = lambda tokens: _logits_of(generator, tokens=tokens)  # noqa: E731
     else:
         own = _expected(model, tokens=PROMPT)[:-1].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1))
@@ -158,10 +158,10 @@ def _logits_of(generator, *, tokens):
 
 
 def test_a_way_that_leaves_a_part_of_the_head_out_is_refused_at_loading(monkeypatch):
-    """The bias, or the cap: over blocks and in graphs, in kernels that draw from hidden states and in kernels that draw from logits."""
+    """The bias, or the cap: by kernels and in graphs, in kernels that draw from hidden states and in kernels that draw from logits."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
     kernel, select_rows = model_file.draw_rows, sample.select_rows
-    policy = InferencePolicy(cache="blocks", max_model_len=64, cache_tokens=64)
+    policy = InferencePolicy(kernels=True, max_model_len=64, cache_tokens=64)
 
     def without_bias(x, weight, scales, bias, *others, **options):
         return kernel(x, weight, scales, None, *others, **options)

@@ -203,7 +203,7 @@ def test_a_vocabulary_is_drawn_from_without_a_mask(model, options):
                 wanted = float((logits[row, :size].double() / heat).log_softmax(0)[found.token])
                 assert found.processed_logprob == pytest.approx(wanted, rel=1e-9)
     assert selects(every[1])  # no row of logits for the host
-    generator = Generator(model, policy=InferencePolicy(cache="blocks"))
+    generator = Generator(model, policy=InferencePolicy(kernels=True))
     found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=12, vocabulary=20, **options))
     assert max(found[0][0].tokens) < 20
 
@@ -239,7 +239,7 @@ def test_each_sampling_step_has_its_effect(model, options, check):
     assert len(found) == 8 and check(found, best)
 
 
-@pytest.mark.parametrize("cache", ["slabs", "blocks"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["products", "kernels"])
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -249,9 +249,9 @@ def test_each_sampling_step_has_its_effect(model, options, check):
     ],
     ids=["nothing", "another size", "an error"],
 )  # fmt: skip
-def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message, cache):
+def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message, kernels):
     """Also when a draft model checks a draft with the mask."""
-    draft = {"policy": InferencePolicy(draft_tokens=4, cache=cache), "draft": model}
+    draft = {"policy": InferencePolicy(draft_tokens=4, kernels=kernels), "draft": model}
     expected = Generator(model, **draft).generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))
     generator = Generator(model, **draft)
     sampling = [

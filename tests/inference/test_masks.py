@@ -11,7 +11,7 @@ from ztk.inference.masks import pack, packed_mask, refused_by
 from ztk.inference.sample import Draw, draw, draw_rows
 
 PROMPT = [3, 1, 4, 1, 5]
-CACHES = pytest.mark.parametrize("cache", ["slabs", "blocks"])
+KERNELS = pytest.mark.parametrize("kernels", [False, True], ids=["products", "kernels"])
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Counting:
         return answer[-1] >= self.last
 
 
-def generated(cache, *, sampling, draft=0, **options):
+def generated(kernels, *, sampling, draft=0, **options):
     model = build_decoder()
-    policy = InferencePolicy(cache=cache, draft_tokens=draft, **options)
+    policy = InferencePolicy(kernels=kernels, draft_tokens=draft, **options)
     generator = Generator(model, policy=policy, draft=model if draft else None)
     found = generator.generate([PROMPT] * len(sampling), sampling=sampling)
     assert not generator.has_work
@@ -81,9 +81,9 @@ def test_masked_draws_have_the_bits_of_single_ones_and_the_allowed_tokens_probab
         assert own.logprob == float(torch.log_softmax(logits[row].double(), dim=-1)[own.token])
 
 
-@CACHES
-def test_each_set_of_tokens_is_kept_to(cache):
-    plain = generated(cache, sampling=[SamplingParams(max_tokens=8, temperature=0)])[0].tokens
+@KERNELS
+def test_each_set_of_tokens_is_kept_to(kernels):
+    plain = generated(kernels, sampling=[SamplingParams(max_tokens=8, temperature=0)])[0].tokens
     first, second = plain[:2]
     assert first != second
     sampling = [
@@ -93,7 +93,7 @@ def test_each_set_of_tokens_is_kept_to(cache):
         SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(second,), min_tokens=5),
         SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(second,), min_tokens=1),
     ]
-    few, without, apart, late, early = [one.tokens for one in generated(cache, sampling=sampling)]
+    few, without, apart, late, early = [one.tokens for one in generated(kernels, sampling=sampling)]
     assert set(few) <= {7, 31, 63} and len(few) == 8
     assert first not in without
     assert apart[0] == first and apart[1] != second
@@ -101,15 +101,15 @@ def test_each_set_of_tokens_is_kept_to(cache):
     assert early == plain[:2]
 
 
-@CACHES
+@KERNELS
 @pytest.mark.parametrize("draft", [0, 3])
-def test_a_grammar_applies_to_its_answer_only(cache, draft):
+def test_a_grammar_applies_to_its_answer_only(kernels, draft):
     """Also after guesses of a draft model, whose states are taken back; bits of the others are those without it."""
     others = [SamplingParams(max_tokens=9, seed=seed, temperature=0.7 * (seed % 2)) for seed in range(4)]
     others.append(SamplingParams(max_tokens=9, seed=9, top_k=5))
-    alone = generated(cache, sampling=others, draft=draft)
+    alone = generated(kernels, sampling=others, draft=draft)
     counting = [SamplingParams(max_tokens=20, seed=seed, grammar=Counting(10, 20)) for seed in range(2)]
-    found = generated(cache, sampling=[*others, *counting], draft=draft)
+    found = generated(kernels, sampling=[*others, *counting], draft=draft)
     for one, own in zip(alone, found[:5], strict=True):
         assert one.tokens == own.tokens and torch.equal(one.logprobs, own.logprobs)
         assert torch.equal(one.processed_logprobs, own.processed_logprobs)
@@ -119,10 +119,10 @@ def test_a_grammar_applies_to_its_answer_only(cache, draft):
     assert found[5].tokens != found[6].tokens
 
 
-@CACHES
-def test_sets_that_exclude_each_other_end_their_request_alone(cache):
+@KERNELS
+def test_sets_that_exclude_each_other_end_their_request_alone(kernels):
     model = build_decoder()
-    generator = Generator(model, policy=InferencePolicy(cache=cache))
+    generator = Generator(model, policy=InferencePolicy(kernels=kernels))
     broken = SamplingParams(max_tokens=4, allowed_token_ids=(5,), bad_words=((5,),))
     numbers = [generator.submit(PROMPT, sampling=one).id for one in (SamplingParams(max_tokens=4), broken)]
     outputs = []

@@ -72,17 +72,17 @@ def test_rows_do_not_depend_on_how_threads_divide_them():
         torch.set_num_threads(before)
 
 
-BLOCKS = {"cache": "blocks", "max_model_len": 192}
+BLOCKS = {"kernels": True, "max_model_len": 192}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_tokens_over_blocks_are_those_over_slabs(name):
+def test_tokens_by_kernels_are_those_of_products(name):
     model, sampling = build_other(name), SamplingParams(max_tokens=16, temperature=0, prompt_logprobs=True)
-    slabs, blocks = (
+    products, kernels = (
         Generator(model, policy=InferencePolicy(max_step_tokens=48, **more)).generate(PROMPTS, sampling=sampling)
         for more in ({}, BLOCKS)
     )
-    for [own], [expected] in zip(blocks, slabs, strict=True):
+    for [own], [expected] in zip(kernels, products, strict=True):
         assert own.tokens == expected.tokens
         # Sums in another order, as in test_blocks.
         torch.testing.assert_close(own.prompt_logprobs, expected.prompt_logprobs, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from tests.inference.test_room import LONG, UNIT
 from ztk.core.runtime import PeerLost
 from ztk.core.runtime.comm.comm import INLINE_BYTES
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
-from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache import Cache, Span
 from ztk.inference.cut import Cut
 from ztk.inference.describe import describe
 from ztk.inference.kernel_products import RowsProduct
@@ -24,7 +24,6 @@ from ztk.inference.placement import Placement
 from ztk.inference.products import Affine
 from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
-from ztk.inference.steps import Span
 from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
@@ -88,7 +87,7 @@ def schedules_in_little_memory(process: ztk.Process, *, seeds: list[int]) -> lis
     ]
 
 
-def test_ranks_lay_their_slabs_out_alike(ranks):
+def test_ranks_preempt_alike(ranks):
     first, *others = ranks(2).run(schedules_in_little_memory, seeds=[0])[0]
     assert all(other == first for other in others)
 
@@ -102,7 +101,7 @@ def test_random_schedules_change_no_bit(ranks, name, weights):
 def test_followers_are_told_new_blocks_alone():
     """Of a sequence that goes on; of one that took another's slot, all that differ. Their tables are the leader's then."""
     of, place = describe(build_decoder()).description, {"device": torch.device("cpu"), "dtype": torch.float32}
-    leader, follower = (BlockCache(of, slots=2, blocks=9, width=9, **place) for _ in range(2))
+    leader, follower = (Cache(of, slots=2, blocks=9, width=9, **place) for _ in range(2))
     leader.record()
     span = Span(slot=1, start=0, length=1, row=0)
     for table, told in (([3, 4], 2), ([3, 4, 7], 1), ([3, 4, 7], 0), ([5, 4], 2), ([8], 1)):
@@ -193,9 +192,9 @@ def test_weights_come_from_a_training_engine(ranks):
     assert before != after == fresh
 
 
-def broken_over_blocks(process: ztk.Process) -> list[str]:
+def broken_by_kernels(process: ztk.Process) -> list[str]:
     """The error that names the layer."""
-    policy = InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
+    policy = InferencePolicy(kernels=True, max_model_len=192, max_step_tokens=48)
     generator = Generator(build_decoder(), policy=policy, comm=process.comm)
     generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
     generator.read = ReadParameters(None)
@@ -207,8 +206,8 @@ def broken_over_blocks(process: ztk.Process) -> list[str]:
     return [str(broken.error)]
 
 
-def test_a_broken_layer_is_named_over_blocks(ranks):
-    [error] = ranks(2).run(broken_over_blocks)[0]
+def test_a_broken_layer_is_named_by_kernels(ranks):
+    [error] = ranks(2).run(broken_by_kernels)[0]
     assert "first after layer 1 of 2" in error
 
 
@@ -232,10 +231,10 @@ def test_a_broken_layer_is_named_and_long_messages_arrive(ranks):
     assert "first after layer 1 of 2" in error and count == 1
 
 
-def over_blocks(process: ztk.Process, *, names: list[str], weights: str) -> list[list]:
-    """Tokens over blocks by two ranks and by one: the likeliest, drawn ones, and some that the host draws from logits; and log-probabilities of
+def by_kernels(process: ztk.Process, *, names: list[str], weights: str) -> list[list]:
+    """Tokens by kernels by two ranks and by one: the likeliest, drawn ones, and some that the host draws from logits; and log-probabilities of
     the likeliest."""
-    found, policy = [], InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48, weights=weights)
+    found, policy = [], InferencePolicy(kernels=True, max_model_len=192, max_step_tokens=48, weights=weights)
     kinds = [GREEDY, SamplingParams(max_tokens=6, seed=3), SamplingParams(max_tokens=3, top_k=5, logprobs=2)]
     for name in names:
         generator = Generator(made(name), policy=policy, comm=process.comm)
@@ -263,18 +262,18 @@ def over_blocks(process: ztk.Process, *, names: list[str], weights: str) -> list
         (["native", "phi3"], "int8"),
     ],
 )
-def test_two_ranks_have_the_tokens_of_one_over_blocks(ranks, names, weights):
+def test_two_ranks_have_the_tokens_of_one_by_kernels(ranks, names, weights):
     """Of quantised weights, too: both compute with the same ones, in fp32."""
-    for name, (two, one) in zip(names, ranks(2).run(over_blocks, names=names, weights=weights)[0], strict=True):
+    for name, (two, one) in zip(names, ranks(2).run(by_kernels, names=names, weights=weights)[0], strict=True):
         assert two[0] == one[0], name
-        torch.testing.assert_close(two[1], one[1], rtol=1e-4, atol=1e-4)  # as over slabs
+        torch.testing.assert_close(two[1], one[1], rtol=1e-4, atol=1e-4)  # as of transformers
 
 
-def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str, cache_dtype: str) -> tuple[list, int]:
+def schedules_by_kernels(process: ztk.Process, *, seeds: list[int], folder: str, cache_dtype: str) -> tuple[list, int]:
     model, found, preempted = build_decoder(kv_heads=1), [], 0
     for seed in seeds:
         tight = {
-            "cache": "blocks",
+            "kernels": True,
             "max_model_len": 192,
             "cache_tokens": 64 * (3 + seed % 2),
             "cache_dtype": cache_dtype,
@@ -290,7 +289,7 @@ def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str
 @pytest.mark.parametrize("cache_dtype", ["stored", "fp8"])
 def test_blocks_of_all_ranks_are_copied_and_preempted_together(cache_dtype, ranks, tmp_path):
     given = {"folder": str(tmp_path), "cache_dtype": cache_dtype}
-    (first, *others), preempted = ranks(2).run(schedules_over_blocks, seeds=[0, 1], **given)[0]
+    (first, *others), preempted = ranks(2).run(schedules_by_kernels, seeds=[0, 1], **given)[0]
     assert all(other == first for other in others) and preempted > 0
 
 

@@ -85,7 +85,7 @@ def test_streamed_layers_change_no_bit_and_their_bytes_are_counted(family, weigh
 
 
 def test_a_plan_counts_a_draft_models_memory(tmp_path):
-    """A draft model's slabs, layers and scratch memory fit into the allowed bytes; drafts change no bit."""
+    """A draft model's blocks, layers and scratch memory fit into the allowed bytes; drafts change no bit."""
     model, draft = build_decoder(layers=6), build_decoder(layers=2)
     packed = packed_model(model, folder=tmp_path / "packed")
     options = {"offload": offload(tmp_path), "max_sequences": 3, "max_step_tokens": ROWS}
@@ -95,10 +95,9 @@ def test_a_plan_counts_a_draft_models_memory(tmp_path):
     own, more = plain.plan.sizes, drafting.plan.sizes
     drafts = drafting._scheduler._draft_model
     assert values(drafting.generate(PROMPTS, sampling=SAMPLING)) == values(plain.generate(PROMPTS, sampling=SAMPLING))
-    slabs, held = [drafting._cache.nbytes, drafts._cache.nbytes], sum(one.nbytes for one in drafts.model.products())
-    assert sum(slabs) <= 3 * more.sequence and slabs[1] <= 3 * (more.sequence - own.sequence)
-    scratch = sum(flat.nbytes for flat in drafts._cache.scratch._flat.values())
-    assert 0 < held + scratch <= more.fixed - own.fixed
+    blocks, held = [drafting._cache.nbytes, drafts.cache.nbytes], sum(one.nbytes for one in drafts.model.products())
+    assert sum(blocks) == 3 * more.sequence and blocks[1] == 3 * (more.sequence - own.sequence)
+    assert 0 < held + drafts.cache.scratch.nbytes <= more.fixed - own.fixed
     for generator in (plain, drafting):
         generator.close()
 

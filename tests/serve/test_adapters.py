@@ -22,12 +22,12 @@ NAMES = ("base", "sql", "chat")
 MASK = lambda answer: torch.arange(256) < 128  # noqa: E731
 
 
-@pytest.fixture(scope="module", params=[None, "blocks"], ids=["slabs", "blocks"])
+@pytest.fixture(scope="module", params=[None, True], ids=["products", "kernels"])
 def running(request):
     """A server over a decoder with two adapters."""
     model = build_decoder(vocab_size=256)
     adapters = {name: adapter_of(model, seed=seed) for seed, name in enumerate(NAMES[1:])}
-    policy = InferencePolicy(max_sequences=6, cache=request.param)
+    policy = InferencePolicy(max_sequences=6, kernels=request.param)
     opened = Opened(name="base", module=model, tokenizer=Bytes(chat_stop=3), ends=(), vocabulary=128)
     generator = Generator(model, policy=policy, adapters=adapters)
     server = Server(generator, opened=opened, policy=ServePolicy(), sampling=SamplingParams(temperature=0.8))
@@ -79,7 +79,7 @@ def test_streams_chats_and_vectors_name_an_adapter(running, client):
     )
     assert {chunk.model for chunk in chunks} == {"sql"}
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == own != base
-    if running.generator.policy.cache is None:
+    if not running.generator.policy.kernels:
         vector = client.embeddings.create(model="sql", input="hello", encoding_format="float").data[0].embedding
         wanted = running.alone["sql"].embed(list(b"hello"))
         assert torch.equal(torch.tensor(vector), wanted) and not torch.equal(

@@ -454,7 +454,7 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
     try:
         found = HTTP.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
         message = found.json()["error"]["message"]
-        assert found.status_code == 400 and "need 131072 bytes" in message and "may take 65536" in message
+        assert found.status_code == 400 and "need 81920 bytes" in message and "may take 65536" in message
     finally:
         server.stop()
 

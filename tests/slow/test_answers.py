@@ -52,8 +52,8 @@ def streamed(name: str, *, folder: Path) -> list[list[int]]:
     return answers(generator)
 
 
-def shared(process, *, name: str, cache: str | None) -> list[list[int]] | None:
-    generator = Generator(made(name), policy=policy(cache=cache, max_model_len=192), comm=process.comm)
+def shared(process, *, name: str, kernels: bool) -> list[list[int]] | None:
+    generator = Generator(made(name), policy=policy(kernels=kernels, max_model_len=192), comm=process.comm)
     if generator.follows:
         generator.follow()
         return None
@@ -65,5 +65,5 @@ def test_greedy_tokens_are_those_of_transformers(ranks, tmp_path, name):
     expected = [greedy(made(name), prompt=prompt, count=TOKENS) for prompt in PROMPTS]
     assert answers(Generator(made(name), policy=policy())) == expected
     assert streamed(name, folder=tmp_path) == expected
-    for cache in (None, "blocks") if name in FAMILIES else (None,):
-        assert ranks(2).run(shared, name=name, cache=cache)[0] == expected, cache
+    for kernels in (False, True) if name in FAMILIES else (False,):
+        assert ranks(2).run(shared, name=name, kernels=kernels)[0] == expected, kernels

@@ -11,7 +11,7 @@ from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.keys import read
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
-from ztk.core.policies.inference import ONLY_NVME, CacheKind, cache_faults
+from ztk.core.policies.inference import ONLY_NVME, device_faults
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, by_training, device_of, streams_layers
@@ -56,26 +56,28 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             yield f"topology.{degree}={value}: {task} cuts layers between ranks, and nothing else; use topology.tensor alone"
     if _is_packed(config):
         yield from _packed_faults(config)
-    yield from _cache_faults(config, machine=machine)
+    yield from _device_faults(config, machine=machine)
     yield from _offload_faults(config, task=task)
-    yield from _own_module_faults(config)
+    yield from _own_module_faults(config, machine=machine)
 
 
-def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """A way to answer that only the CPU has is refused where a GPU would stay idle, unless the CPU was chosen."""
+def _device_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """A way to answer that only the CPU has is refused where a GPU would stay idle, unless a device was chosen."""
     device, ranks = config.launch.device, config.topology.tensor
-    has_gpu = device is DeviceName.cuda or (device is DeviceName.auto and machine.gpus > 0)
-    for key, is_chosen, does in (
-        ("offload=nvme", streams_layers(config), "layers stream"),
-        (f"topology.tensor={ranks}", ranks > 1, "ranks share layers"),
-        ("inference.cache=slabs", config.inference.cache == "slabs", "slabs are read"),
-    ):
-        if has_gpu and is_chosen:
-            where = "launch.device=cuda" if device is DeviceName.cuda else "a machine with a GPU"
-            yield f"{key} with {where}: {does} on the CPU; add launch.device=cpu, or leave {key} out"
-            return
+    if device is DeviceName.auto and machine.gpus and streams_layers(config):
+        yield (
+            "offload=nvme with a machine with a GPU: layers stream on the CPU; add launch.device=cpu, or launch.device=cuda, which keeps "
+            "the layers and writes the blocks of preempted sequences to files, or leave offload=nvme out"
+        )
+        return
+    if device is not DeviceName.cpu and ranks > machine.gpus > 0:
+        yield (
+            f"topology.tensor={ranks} with {machine.gpus} GPU{'s' * (machine.gpus > 1)}: each rank needs its own; add launch.device=cpu, "
+            f"or leave topology.tensor={ranks} out"
+        )
+        return
     offloads = config.offload.optimizer is not Tier.none
-    yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
+    yield from device_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
 
 
 def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
@@ -88,10 +90,9 @@ def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
         yield f"offload=cpu: {ONLY_NVME}"
 
 
-def _own_module_faults(config: Config) -> Iterator[str]:
+def _own_module_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """Faults of a transformers model outside the families that the engine implements itself."""
-    over_blocks, is_cut = config.inference.cache is CacheKind.blocks, config.topology.tensor > 1
-    if not (is_cut and over_blocks):
+    if config.topology.tensor == 1 or device_of(config, machine=machine) == "cpu":
         return
     file = Path(config.inference.model or "", "config.json").expanduser()
     if config.inference.model is None or not file.is_file():
@@ -102,8 +103,8 @@ def _own_module_faults(config: Config) -> Iterator[str]:
     if kind is None or kind in FAMILIES:
         return
     yield (
-        f"inference.model={config.inference.model} (model_type={kind}) runs its own modules, which ranks share over slabs alone: leave "
-        f"inference.cache=blocks or topology.tensor={config.topology.tensor} out"
+        f"inference.model={config.inference.model} (model_type={kind}) runs its own modules, which ranks share on the CPU alone: use "
+        f"launch.device=cpu, or leave topology.tensor={config.topology.tensor} out"
     )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ztk.inference.cache import Span
 from ztk.inference.products import Product
-from ztk.inference.steps import Span
 from ztk.inference.weights import Layer, Mlp, WeightReader, Weights, products_in
 from ztk.nn.lora import is_turned
 from ztk.nn.low_rank import Adapter

@@ -5,15 +5,12 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from ztk.inference.adapters import Adapters
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.cache import Cache
-from ztk.inference.cache_attention import BLOCK
+from ztk.inference.cache import Cache, Span
 from ztk.inference.describe import Description
 from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
-from ztk.inference.slab_cache import SlabCache
-from ztk.inference.steps import Span
+from ztk.kernels.shared.cached_attention import BLOCK
 
 
 class Model(ABC):
@@ -39,13 +36,8 @@ class Model(ABC):
 
     def scratch(self, positions: int, *, slots: int = 1) -> Cache:
         """A cache for sequences of so many tokens."""
-        of, place = self.description, self.placement
-        if not place.has_blocks:
-            slabs = SlabCache(of, slots=slots)
-            slabs.reserve(positions)
-            return slabs
-        count = -(-positions // BLOCK)
-        blocks = BlockCache(of, slots=slots, blocks=slots * count, width=count, device=place.device, dtype=place.dtype)
-        for slot, table in enumerate(blocks.tables):
+        of, place, count = self.description, self.placement, -(-positions // BLOCK)
+        found = Cache(of, slots=slots, blocks=slots * count, width=count, device=place.device, dtype=place.dtype)
+        for slot, table in enumerate(found.tables):
             table.extend(range(slot * count, (slot + 1) * count))
-        return blocks
+        return found

@@ -50,12 +50,14 @@ class SwapFile:
     def write(self, blocks: list[Tensor]) -> list[NvmeSlot]:
         """uint8 [bytes] each. Raises ValueError if the disk is full, DiskError if it fails."""
         slots = [self._free.pop() if self._free else self._new() for _ in blocks]
-        _wait([self._store.put(slot, value=block) for slot, block in zip(slots, blocks, strict=True)])
+        with torch.inference_mode(False):  # the disk's threads are outside of it
+            _wait([self._store.put(slot, value=block) for slot, block in zip(slots, blocks, strict=True)])
         return slots
 
     def read(self, handles: list[NvmeSlot], *, into: list[Tensor]) -> None:
         """uint8 [bytes] each. Raises DiskError if the disk fails."""
-        _wait([self._store.fetch_into(slot, out=target) for slot, target in zip(handles, into, strict=True)])
+        with torch.inference_mode(False):
+            _wait([self._store.fetch_into(slot, out=target) for slot, target in zip(handles, into, strict=True)])
 
     def free(self, handles: list[NvmeSlot]) -> None:
         """Makes their places available again."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ztk.inference.cache import Span
 from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product, Recorded
-from ztk.inference.steps import Span
 from ztk.inference.weights import WeightReader
 
 PIECE = 512  # tokens of the text that see each other

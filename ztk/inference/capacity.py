@@ -9,16 +9,13 @@ A byte for the cache lets one pass serve more sequences; a byte for a layer save
 sequences within 2 % of the most tokens per second. Keys and values stay in main memory: offloading them would pay only if fewer than
 S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.06865, section 4).
 
-[Note: Bytes of slabs]
-All slots of a cache of slabs are equally long, the longest sequence's length rounded up to P positions. S slots take
-
-    S P token + P shared
-
-bytes. `token`: keys and values of one position in every layer, plus one slab whose old and new memory coexist while slabs are laid out
-anew; including a draft model's. `shared`: working memory of attention, which depends on the longest sequence and not on their number. So a
-long sequence leaves fewer slots, and sequences without a slot wait. Nothing is allocated beyond `nbytes`, and a sequence that is too long
-for a cache of its own is refused before it waits. With `policy.cache_tokens` keys and values take that many tokens; when the model is
-opened they must fit into the free memory, together with the rest.
+[Note: Bytes of blocks]
+A cache has a block for every 64 tokens of as many sequences as may run, or as many as fit. Memory also holds a step's activations and
+logits, the draft model's blocks, and on a CPU attention's working memory, which depends on the longest sequence. Where there is no room
+for all sequences at their longest, blocks of preempted ones are copied out, to main memory: on a CPU the same memory has to have room for
+the copies. A preempted sequence continues before any new one begins, so there are never more copies than blocks. On a GPU a fifth of the
+free memory stays for a step.
+A sequence that is too long for all blocks together is refused before it waits.
 """
 
 from dataclasses import dataclass, replace
@@ -28,21 +25,21 @@ import torch
 
 from ztk.core.runtime.system_memory import machine_memory
 from ztk.inference.base import Model
+from ztk.inference.cache import block_bytes
 from ztk.inference.describe import Description
-from ztk.inference.draft import PROMPT_TOKENS, DraftModel
+from ztk.inference.draft import PROMPT_TOKENS
 from ztk.inference.parts import Item
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
-from ztk.inference.slab_cache import rounded
-from ztk.inference.steps import attention_bytes
 from ztk.inference.stream import BUFFERS
+from ztk.kernels.shared.cached_attention import BLOCK, attention_bytes
 
 USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
 _BESIDE_BLOCKS = 0.2  # of the free memory
 _GROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.8  # of the free memory: the rest is for uncounted allocations
+_SHARE = 0.8  # of the free memory: the rest is for uncounted allocations, and on a GPU for a step
 _INNER_COPIES, _WIDTH_COPIES = (
     3,
     8,
@@ -161,25 +158,20 @@ def sizes_of(
     of, drafted = description, 0
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
-    longest = rounded(positions)
+    blocks, fp32 = -(-positions // BLOCK), torch.float32
     if drafting is not None:
-        drafted = token_bytes(drafting.description)
-        token, batched = attention_bytes(drafting.description, sequences=sequences)
-        fixed += drafting.nbytes + drafting.working + token * longest + batched
-    token, batched = attention_bytes(of, sequences=sequences)
+        drafted = block_bytes(drafting.description, dtype=fp32)
+        token, batched = _attention_bytes(drafting.description, sequences=sequences)
+        fixed += drafting.nbytes + drafting.working + token * blocks * BLOCK + batched
+    token, batched = _attention_bytes(of, sequences=sequences)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
-        fixed=fixed + token * longest + batched,
-        sequence=(token_bytes(of) + drafted) * longest,
+        fixed=fixed + token * blocks * BLOCK + batched,
+        sequence=(block_bytes(of, dtype=fp32) + drafted) * blocks,
         row=row_bytes(of, inner=inner),
         logits=row_logits_bytes(of),
     )
-
-
-def token_bytes(of: Description) -> int:
-    """Bytes of a position's keys and values, in fp32: in all slabs and one more, whose old and new memory coexist while it grows."""
-    return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
 
 
 def row_bytes(of: Description, *, inner: int) -> int:
@@ -312,92 +304,74 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """slots: maximum number of sequences of any length. nbytes: of all slots, or None if a plan has counted all of them at their longest.
-    token,
-    shared: see [Note: Bytes of slabs]."""
-
-    slots: int
-    nbytes: int | None = None
-    token: int = 0
-    shared: int = 0
-
-    def needed(self, positions: int) -> int:
-        """Bytes for one sequence of `positions` tokens, alone."""
-        return rounded(positions) * (self.token + self.shared)
-
-    def most(self, positions: int) -> int:
-        """Number of sequences of up to `positions` tokens that fit together."""
-        if self.nbytes is None or positions == 0:
-            return self.slots
-        return max(0, min(self.slots, (self.nbytes // rounded(positions) - self.shared) // self.token))
-
-    def longest(self, positions: int) -> int:
-        """Tokens of the longest sequence that fits alone, at most `positions`."""
-        if self.nbytes is None or self.most(positions):
-            return positions
-        whole = rounded(1)
-        return self.nbytes // (self.token + self.shared) // whole * whole
-
-    def check(self, *, prompt: int, limit: int) -> None:
-        """Raises ValueError for a prompt of so many tokens with an answer of up to `limit` that could never be computed."""
-        if self.most(prompt + limit):
-            return
-        raise ValueError(
-            f"a prompt of {prompt} tokens and an answer of up to {limit} need {self.needed(prompt + limit)} bytes of memory, and the cache may "
-            f"take {self.nbytes}: shorten the prompt, lower max_tokens, or allow more with inference.cache_tokens"
-        )
-
-
-def room_of(
-    model: Model,
-    *,
-    policy: InferencePolicy,
-    slots: int,
-    drafts: DraftModel | None,
-    ranks: Ranks | None,
-) -> Room:
-    """Memory for slabs in addition to current allocations: `policy.cache_tokens`, or the free memory. All ranks that share the model make
-    the call and get the minimum.
+def cache_blocks(
+    model: Model, *, policy: InferencePolicy, slots: int, positions: int, draft: Model | None, ranks: Ranks | None
+) -> tuple[int, int]:
+    """Blocks of the cache of `slots` sequences of up to `positions` tokens, and of the draft model's: see [Note: Bytes of blocks]. All
+    ranks that share the model make the call and get the minimum.
 
     Raises:
         ValueError: the memory is too small for the shortest sequence, or for `policy.cache_tokens`.
     """
-    of = model.description
-    token, (shared, batched) = token_bytes(of), attention_bytes(of, sequences=slots)
-    working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of) + batched
-    if drafts is not None:
-        token += token_bytes(drafts.model.description)
-        attention, batched = attention_bytes(drafts.model.description, sequences=slots)
-        shared += attention
-        working += _working(drafts.model, rows=PROMPT_TOKENS) + batched
-    free = free_memory() if ranks is None else min(ranks.gather(free_memory() // ranks.comm.size))
-    room = Room(slots=slots, nbytes=max(0, free - working), token=token, shared=shared)
+    of, on_cpu = model.description, model.placement.device.type == "cpu"
+    wanted = slots * -(-positions // BLOCK)
+    block = block_bytes(of, dtype=cache_dtype(policy, model=model))
+    shared, working, copies, drafted = 0, 0, 1, 0
+    if on_cpu:
+        shared, batched = _attention_bytes(of, sequences=slots)
+        working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of) + batched
+        free, copies = free_memory(), 2
+    else:
+        free = int(_SHARE * free_device_memory(model.placement.device))
+    if ranks is not None and on_cpu:
+        free //= ranks.comm.size
+    if draft is not None:
+        own, more = _attention_bytes(draft.description, sequences=slots)
+        each, more = block_bytes(draft.description, dtype=torch.float32), more + _working(draft, rows=PROMPT_TOKENS)
+        if on_cpu:
+            block, shared, working = block + each, shared + own, working + more
+        else:
+            room = int(_BESIDE_BLOCKS * free_memory()) - more
+            drafted = _fitting(wanted, positions=positions, free=room, block=each, shared=own, copies=1)
+    room = free - working
     if policy.cache_tokens is not None:
-        longest = min(policy.cache_tokens, rounded(min(policy.max_model_len or of.max_len, of.max_len)))
-        needed = policy.cache_tokens * token + longest * shared + working
+        blocks = min(wanted, policy.cache_tokens // BLOCK)
+        held = blocks * block * (1 if blocks == wanted else copies)
+        needed = held + shared * min(positions, blocks * BLOCK) + working
         if needed > free:
             raise ValueError(
-                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with the working memory of a step, attention and "
-                f"a draft model, and {free} are free: lower it, inference.max_model_len or inference.max_step_tokens"
+                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with the working memory of a step, attention, a draft "
+                f"model and copies of preempted sequences, and {free} are free: lower it, inference.max_model_len or "
+                "inference.max_step_tokens"
             )
-        own = 2 * of.layers * of.kv_heads * of.head_dim * 4
-        room = Room(slots=slots, nbytes=policy.cache_tokens * own, token=own)
-    if not room.most(1):
+        room = policy.cache_tokens * block // BLOCK
+    else:
+        blocks = _fitting(wanted, positions=positions, free=room, block=block, shared=shared, copies=copies)
+    if ranks is not None:  # whose heads, and so blocks, may differ in number
+        blocks = min(ranks.gather(blocks))
+    if blocks < 1:
         raise ValueError(
-            f"the cache may take {room.nbytes} bytes, and the shortest sequence needs {room.needed(1)}: raise inference.cache_tokens, or free "
-            "memory"
+            f"the cache may take {max(0, room)} bytes, and the shortest sequence needs {copies * block + BLOCK * shared}: raise "
+            "inference.cache_tokens, or free memory"
         )
-    return room
+    return blocks, blocks if on_cpu else drafted
 
 
-def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
-    """Room of a draft model's slabs next to a cache of blocks, which takes `memory._SHARE` of the free memory."""
-    of = drafts.model.description
-    shared, batched = attention_bytes(of, sequences=slots)
-    nbytes = max(0, int(_BESIDE_BLOCKS * free_memory()) - batched)
-    return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=shared)
+def _fitting(wanted: int, *, positions: int, free: int, block: int, shared: int, copies: int) -> int:
+    """Blocks in `free` bytes: `wanted` ones, or fewer with room for copies. block: bytes of one. shared: bytes per position of the longest
+    sequence."""
+    if wanted * block + positions * shared <= free:
+        return wanted
+    return max(0, free // (copies * block + BLOCK * shared))
+
+
+def cache_dtype(policy: InferencePolicy, *, model: Model) -> torch.dtype:
+    """Of keys and values."""
+    return torch.uint8 if policy.cache_dtype == "fp8" else model.placement.dtype
+
+
+def _attention_bytes(of: Description, *, sequences: int) -> tuple[int, int]:
+    return attention_bytes(heads=of.heads, kv_heads=of.kv_heads, head_dim=of.head_dim, sequences=sequences)
 
 
 def drafting_of(model: Model) -> Drafting:

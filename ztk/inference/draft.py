@@ -8,11 +8,11 @@ models, the more drafts are accepted.
 import torch
 
 from ztk.inference.base import Model
+from ztk.inference.blocks import BlockPool
+from ztk.inference.cache import Cache, Span
 from ztk.inference.masks import NothingDrawn
 from ztk.inference.requests import Sequence
 from ztk.inference.sample import draw
-from ztk.inference.slab_cache import SlabCache
-from ztk.inference.steps import Span
 
 PROMPT_TOKENS = 2048  # computed at one time
 
@@ -20,31 +20,31 @@ PROMPT_TOKENS = 2048  # computed at one time
 class DraftModel:
     """A small model with its own cache, which has the engine's slots. count: the largest number of proposed tokens."""
 
-    def __init__(self, model: Model, *, slots: int, count: int) -> None:
-        self.model, self.count = model, count
-        self._cache = SlabCache(model.description, slots=slots)
-        self._contents: list[list[int]] = [[] for _ in range(slots)]
+    def __init__(self, model: Model, *, count: int, cache: Cache) -> None:
+        self.model, self.count, self.cache = model, count, cache
+        self._contents: list[list[int]] = [[] for _ in cache.tables]
+        self._pool = BlockPool(cache.blocks, tables=cache.tables, is_apart=True)
 
-    def arrange(self, *, slots: int, positions: int) -> None:
-        """Lays out the cache like the engine's."""
-        self._cache.arrange(slots=slots, positions=positions)
-        kept = [contents[:positions] for contents in self._contents[:slots]]
-        self._contents = kept + [[] for _ in range(slots - len(kept))]
-
-    def reserve(self, positions: int) -> None:
-        """Reserves room for `positions` tokens per sequence."""
-        self._cache.reserve(positions)
-
-    def forget(self, slot: int) -> None:
-        """Reuses nothing of a slot."""
+    def leave(self, slot: int) -> None:
+        """Frees the blocks of a slot."""
         self._contents[slot] = []
+        self._pool.release(slot, keep=False)
+
+    def reset(self) -> None:
+        """Frees the blocks of all slots."""
+        for slot, _ in enumerate(self._contents):
+            self.leave(slot)
 
     def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
         """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, its cache has no room for
         more, or its logits are not finite."""
         drafts: list[list[int]] = [[] for _ in asked]
-        limit = min(self.model.description.max_len, self._cache.positions)
+        limit = self.model.description.max_len
         counts = [min(count, limit - len(sequence.tokens)) for sequence, count in asked]
+        counts = [
+            count if count > 0 and self._has_room(sequence, count=count) else 0
+            for (sequence, _), count in zip(asked, counts, strict=True)
+        ]
         self._compute_prompts([sequence for (sequence, _), count in zip(asked, counts, strict=True) if count > 0])
         for step in range(max(counts, default=0)):
             at = [number for number, count in enumerate(counts) if count > step]
@@ -54,14 +54,19 @@ class DraftModel:
             for number, (sequence, own), line in zip(at, rows, self._logits(rows), strict=True):
                 if not line.isfinite().all():
                     counts[number] = 0
-                    self._cache.clear(sequence.slot)
-                    self.forget(sequence.slot)
+                    self.cache.clear(self.cache.tables[sequence.slot])
+                    self.leave(sequence.slot)
                     continue
                 try:
                     own.append(draw(line, by=sequence.draw(own, vocabulary=len(line))).token)
                 except NothingDrawn:  # after a guess that the model itself may never draw
                     counts[number] = 0
         return drafts
+
+    def _has_room(self, sequence: Sequence, *, count: int) -> bool:
+        """Whether the slot has blocks for the sequence and so many drafts; takes them if they are there."""
+        held, stop = len(self._contents[sequence.slot]), len(sequence.tokens) + count
+        return self._pool.extend(sequence.slot, start=min(held, stop), stop=stop) is not None
 
     def _compute_prompts(self, sequences: list[Sequence]) -> None:
         """Keys and values of all tokens but the last."""
@@ -71,7 +76,7 @@ class DraftModel:
             while start < len(wanted):
                 part = wanted[start : start + PROMPT_TOKENS]
                 span = Span(slot=sequence.slot, start=start, length=len(part), row=0)
-                self.model.own_logits(torch.tensor(part), spans=[span], cache=self._cache, rows=[])
+                self.model.own_logits(torch.tensor(part), spans=[span], cache=self.cache, rows=[])
                 start += len(part)
             self._contents[sequence.slot] = wanted
 
@@ -82,7 +87,7 @@ class DraftModel:
             tokens.append(drafts[-1] if drafts else sequence.tokens[-1])
             spans.append(Span(slot=sequence.slot, start=len(sequence.tokens) + len(drafts) - 1, length=1, row=row))
             self._contents[sequence.slot] = [*sequence.tokens, *drafts]
-        return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=list(range(len(rows))))
+        return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self.cache, rows=list(range(len(rows))))
 
 
 def common_length(first: list[int], *, other: list[int]) -> int:

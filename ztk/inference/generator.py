@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ztk.core.runtime.comm import Comm
 from ztk.inference.capacity import drafting_of
 from ztk.inference.graphs import graphs_of
-from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
+from ztk.inference.memory import check_draft, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
@@ -38,7 +38,7 @@ class Generator:
     `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, the use of the memory. model: a module, a training engine, whose weights are gathered (every rank
     calls it), a folder of packed weights, or one whose parameters are read one by one. On a CPU linear layers are
-    copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. Over blocks on the module's device
+    copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. By kernels on the module's device
     all weights that need no other layout are shared. Call `load` after you change the weights. A sequence's tokens and log-probabilities
     depend only on the sequence, the weights and the seed.
 
@@ -76,16 +76,16 @@ class Generator:
             self._lone = check_model(self._model)
             settle_products(self._model, exact=self._lone)
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-            drafts = drafts_of(drafter, policy=self.policy, vocabulary=self.description.vocab_size)
+            check_draft(drafter, vocabulary=self.description.vocab_size)
         with opening(self._ranks):  # all have come so far, and agree on the memory's size
-            if opened.streamed is None:  # else a pass reads all layers, and draws are as over slabs
+            if opened.streamed is None:  # else a pass reads all layers, and draws are those of the processor's products
                 check_draws(self._model)
             self._cache, self._scheduler = shared_memory(
                 self._model,
                 policy=self.policy,
                 positions=self.max_len,
                 plan=self.plan,
-                drafts=drafts,
+                draft=drafter,
                 ranks=self._ranks,
             )
         leads = self._ranks is not None and self._ranks.comm.rank == 0

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from ztk.inference.base import Model
-from ztk.inference.block_cache import BlockCache, BlockStep
-from ztk.inference.cache import Cache
-from ztk.inference.cache_attention import BLOCK
+from ztk.inference.cache import Cache, Span, Step
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import Draw, Drawn, drawn_of
-from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
 from ztk.kernels.launch.grids import next_power_of_2
+from ztk.kernels.shared.cached_attention import BLOCK
 
 # From a function to a graph with `replay` of its launches, and the tensor of any shape into which the graph writes. Tests replace
 # `CudaCapture`.
@@ -52,7 +50,7 @@ class _Captured:
 
     graph: Any
     tokens: Tensor
-    step: BlockStep
+    step: Step
     temperatures: Tensor
     keys: Tensor
     results: Tensor
@@ -61,7 +59,7 @@ class _Captured:
 class DecodeGraphs:
     """Steps in which each sequence has one row of the base that is drawn by the temperature alone."""
 
-    def __init__(self, model: InferenceModel, *, cache: BlockCache, capture: Capture) -> None:
+    def __init__(self, model: InferenceModel, *, cache: Cache, capture: Capture) -> None:
         self._model, self._cache, self._capture = model, cache, capture
         of = model.description
         self._group = of.heads // of.kv_heads
@@ -103,7 +101,7 @@ class DecodeGraphs:
 
         tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
         temperatures = empty(rows, dtype=torch.float32)
-        step = BlockStep(
+        step = Step(
             cache=self._cache,
             positions=empty(rows, dtype=torch.int64),
             places=empty(rows, dtype=torch.int64, value=-1),
@@ -127,9 +125,8 @@ def _fill(buffer: Tensor, values: list) -> None:
 
 
 def graphs_of(model: Model, *, cache: Cache) -> DecodeGraphs | None:
-    """Graphs of decoding, if one rank computes the model over blocks on a GPU. Ranks that share a model begin each step with a broadcast,
+    """Graphs of decoding, if one rank computes the model on a GPU. Ranks that share a model begin each step with a broadcast,
     which cannot be captured."""
     if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":
         return None
-    assert isinstance(cache, BlockCache), "the model computes over blocks"
     return DecodeGraphs(model, cache=cache, capture=CudaCapture())

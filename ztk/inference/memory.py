@@ -12,22 +12,18 @@ import torch
 from torch import nn
 
 from ztk.inference.base import Model
-from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_swap import SwapFile
-from ztk.inference.cache import Cache
-from ztk.inference.cache_attention import BLOCK
-from ztk.inference.capacity import Room, StreamPlan, free_device_memory, free_memory, room_of, room_of_drafts
+from ztk.inference.cache import Cache, Span, block_bytes
+from ztk.inference.capacity import StreamPlan, cache_blocks, cache_dtype
 from ztk.inference.draft import DraftModel
 from ztk.inference.opening import Opening
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
 from ztk.inference.ranks import Ranks
 from ztk.inference.schedule import Scheduler
-from ztk.inference.slab_cache import SlabCache
-from ztk.inference.slots import BlockSlots, SlabSlots
-from ztk.inference.steps import Span
+from ztk.inference.slots import Slots
+from ztk.kernels.shared.cached_attention import BLOCK
 
-_SHARE = 0.8  # of the free memory that the cache may take
 _SCALED = 256  # tokens of the text that scales are found by
 _LARGEST = 56  # at most, of its elements divided by their scale
 
@@ -49,23 +45,18 @@ def open_draft(module: nn.Module | None, *, policy: InferencePolicy, follows: bo
         raise ValueError(
             "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one on the CPU"
         )
-    own = InferencePolicy(weights=policy.weights, cache="slabs", device="cpu")
+    own = InferencePolicy(weights=policy.weights, device="cpu")
     model = Opening(policy=own).open(module).model
     settle_products(model, exact=check_model(model))
     return model
 
 
-def drafts_of(model: Model | None, *, policy: InferencePolicy, vocabulary: int) -> DraftModel | None:
-    """Drafts of an opened model. vocabulary: tokens of the model that answers. Raises ValueError for another one."""
-    if model is None:
-        return None
-    size = model.description.vocab_size
-    if size != vocabulary:
+def check_draft(model: Model | None, *, vocabulary: int) -> None:
+    """Raises ValueError for a draft model without the tokens of the model that answers. vocabulary: their number."""
+    if model is not None and (size := model.description.vocab_size) != vocabulary:
         raise ValueError(
             f"the draft model has {size} tokens and the model {vocabulary}: use one with the same tokenizer"
         )
-    assert policy.max_sequences is not None, "the policy is settled"
-    return DraftModel(model, slots=policy.max_sequences, count=policy.draft_tokens)
 
 
 def shared_memory(
@@ -74,71 +65,49 @@ def shared_memory(
     policy: InferencePolicy,
     positions: int,
     plan: StreamPlan | None,
-    drafts: DraftModel | None,
+    draft: Model | None,
     ranks: Ranks | None,
 ) -> tuple[Cache, Scheduler]:
     """Returns the cache and the scheduler of all sequences. positions: most tokens per sequence. plan: of streamed
-    layers; it already counts the largest slabs. ranks: the ranks that share the model, which must all call this function.
+    layers; it already counts all sequences at their longest. ranks: the ranks that share the model, which must all call this function.
 
     Raises:
         ValueError: there is not enough memory for one sequence.
     """
-    slots = policy.max_sequences
+    slots, each = policy.max_sequences, -(-positions // BLOCK)
     assert slots is not None, "the policy is settled"
-    if model.placement.has_blocks:
-        blocks, room = _block_cache(model, policy=policy, slots=slots, positions=positions), None
-        if drafts is not None:
-            room = room_of_drafts(drafts, slots=slots)
-        places = BlockSlots(blocks, count=slots, draft_model=drafts, draft_room=room)
-        return blocks, Scheduler(policy, slots=places, drafts=drafts)
-    room = Room(slots=slots) if plan else room_of(model, policy=policy, slots=slots, drafts=drafts, ranks=ranks)
-    cache = SlabCache(model.description, slots=slots)
-    return cache, Scheduler(policy, slots=SlabSlots(cache, room=room, draft_model=drafts), drafts=drafts)
-
-
-def _block_cache(model: Model, *, policy: InferencePolicy, slots: int, positions: int) -> BlockCache:
-    """A cache for `slots` sequences of up to `positions` tokens each, or for as many of those tokens as fit into memory.
-
-    Raises:
-        ValueError: not one sequence fits.
-    """
-    of, place = model.description, model.placement
-    dtype = torch.uint8 if policy.cache_dtype == "fp8" else place.dtype
-    each = -(-positions // BLOCK)
-    if policy.cache_tokens is not None:
-        blocks = policy.cache_tokens // BLOCK
-    else:
-        free = free_memory() if place.device.type == "cpu" else free_device_memory(place.device)
-        blocks = min(slots * each, int(free * _SHARE) // block_bytes(of, dtype=dtype))
-        blocks = blocks if model.ranks is None else min(model.ranks.gather(blocks))
-    if blocks < each:
-        raise ValueError(
-            f"the cache has {blocks * BLOCK} tokens in blocks of {BLOCK}, and one sequence may have {positions}: lower "
-            "inference.max_model_len, or raise inference.cache_tokens"
-        )
+    blocks = drafted = slots * each
+    if plan is None:
+        options = {"policy": policy, "slots": slots, "positions": positions, "draft": draft, "ranks": ranks}
+        blocks, drafted = cache_blocks(model, **options)
+    of, dtype = model.description, cache_dtype(policy, model=model)
     swap = None
-    if policy.offload is not None:
+    if policy.offload is not None and plan is None:
         swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype))
-    cache = BlockCache(of, slots=slots, blocks=blocks, width=each, device=place.device, dtype=dtype, swap=swap)
+    where = {"slots": slots, "width": each}
+    cache = Cache(of, blocks=blocks, device=model.placement.device, dtype=dtype, swap=swap, **where)
     find_scales(model, cache=cache)
-    return cache
+    drafts = None
+    if draft is not None and drafted:
+        own = {"device": draft.placement.device, "dtype": draft.placement.dtype, "blocks": drafted}
+        drafts = DraftModel(draft, count=policy.draft_tokens, cache=Cache(draft.description, **own, **where))
+    return cache, Scheduler(policy, slots=Slots(cache, count=slots, draft_model=drafts), drafts=drafts)
 
 
 @torch.inference_mode()
 def find_scales(model: Model, *, cache: Cache) -> None:
     """Computes the scales of an empty fp8 cache from the model's weights. A collective call of the ranks that share the model."""
-    if not isinstance(cache, BlockCache) or cache.dtype != torch.uint8:
+    if cache.dtype != torch.uint8:
         return
     of, length = model.description, min(_SCALED, model.description.max_len)
     plain = model.scratch(length)
-    assert isinstance(plain, BlockCache), "the model computes over blocks"
     tokens, span = random_tokens(of.vocab_size, count=length), Span(slot=0, start=0, length=length, row=0)
     model.own_logits(tokens, spans=[span], cache=plain, rows=[])
     largest = [
         torch.stack(
             [
                 part.transpose(1, 2).flatten(0, 1)[:length].abs().amax((0, 2))
-                for part in (plain.keys(layer), plain.values(layer))
+                for part in (plain.keys[layer], plain.values[layer])
             ]
         )
         for layer in range(of.layers)

@@ -1,4 +1,4 @@
-"""The forward of every family: rows of several sequences at once, over slabs or over blocks.
+"""The forward of every family: rows of several sequences at once, over a cache of blocks.
 
 A layer is norm, projection of queries, keys and values, attention over the cache (`Step.attend`), output projection with the residual,
 norm, MLP or experts with the residual. The cache places keys and values; the placement chooses the products and operations.
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from ztk.inference.adapters import Adapters, MixedMlp, StepRows
 from ztk.inference.base import Model
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Attention, Cache, Span, Step
 from ztk.inference.describe import Subject
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.ops import ops_of
 from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
-from ztk.inference.rows import share
-from ztk.inference.steps import Attention, Span, Step
 from ztk.inference.weights import Layer, Mlp, Weights
 from ztk.kernels import draw_rows
+from ztk.kernels.shared.cpu_rows import share
 
 _YIELD = 0.001  # seconds between parts of an embedding, in which steps of answers take the lock
 
@@ -57,7 +56,7 @@ class InferenceModel(Model):
     @property
     def can_draw(self) -> bool:
         """Whether `draw` can draw tokens without their logits."""
-        return self.placement.has_blocks and self.ranks is None
+        return self.placement.by_kernels and self.ranks is None
 
     def products(self) -> list[Product]:
         return [*(self.adapters.products() if self.adapters else ()), *self.weights.products()]

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 from ztk.core.runtime import CommMismatch, PeerLost
 from ztk.inference.base import Model
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Attention, Cache, Span, Step
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.module_cut import Linear, ModuleCut
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
 from ztk.inference.ranks import Ranks
-from ztk.inference.steps import Attention, Span, Step
 from ztk.inference.weights import products_of
 from ztk.kernels import activate_cpu
 

@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Cache, Span
 from ztk.inference.module_cut import Linear
 from ztk.inference.module_model import ModuleModel, blocks_name
 from ztk.inference.parts import LayerFile, LayerWriter, blank
 from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
-from ztk.inference.steps import Span
 from ztk.inference.stream import StreamedLayers
 from ztk.inference.weights import Values
 

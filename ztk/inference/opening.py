@@ -135,7 +135,7 @@ class Opening:
             check_module(
                 checking._built(module, subject=subject, state=state, placement=plain), module=module, eager=not own
             )
-        if policy.offload is None or placement.has_blocks:
+        if policy.offload is None or placement.by_kernels:
             built = self._built(module, subject=subject, state=state, placement=placement)
             opened = Opened(model=built, subject=subject or Subject(description=built.description, tables=[]))
         else:
@@ -148,15 +148,15 @@ class Opening:
     def _faults(self, module: nn.Module, *, placement: Placement, own: bool) -> Iterator[str]:
         """One line with its fix per option that the model excludes. own: it has one of the engine's families."""
         policy, adapters = self.policy, self.adapters
-        streams = policy.offload is not None and not placement.has_blocks
+        streams = policy.offload is not None and not placement.by_kernels
         yield from adapter_faults(adapters, cache_dtype=policy.cache_dtype, streams=streams)
         if policy.calibration:
             yield from calibration_faults(policy.weights, adapters=adapters)
         if own:
             return
         kind, families = getattr(module.config, "model_type", ""), ", ".join(sorted(FAMILIES))
-        if placement.has_blocks and self.ranks is not None:
-            yield f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {families}; leave it out"
+        if placement.by_kernels and self.ranks is not None:
+            yield f"model_type={kind}: topology.tensor above 1 on a GPU is for {families}; leave it out, or use launch.device=cpu"
         if adapters:
             yield (
                 f"inference.adapters={{{', '.join(adapters)}}} with model_type={kind}: adapters by request are for {families}; "
@@ -203,10 +203,9 @@ class Opening:
                 f"inference.adapters={{{', '.join(adapters)}}} with {packed.path}, whose packed weights are final: name the model that was "
                 "packed"
             )
-        if policy.cache == "blocks" or policy.device not in (None, "cpu"):
+        if policy.kernels or policy.device not in (None, "cpu"):
             raise ValueError(
-                f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed, or use "
-                "launch.device=cpu and no inference.cache"
+                f"{packed.path}: packed weights are in the processor's own layout; open the model that was packed, or use launch.device=cpu"
             )
         if policy.calibration:
             raise ValueError(

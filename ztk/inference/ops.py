@@ -8,10 +8,10 @@ from ztk.inference.describe import Description
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine
-from ztk.inference.rows import rms_norm
 from ztk.inference.weights import Layer, Mlp
 from ztk.kernels import activate_cpu, gated_rows, layer_norm, linear_rows, moe_combine, moe_route
 from ztk.kernels import rms_norm as rms_norm_kernel
+from ztk.kernels.shared.cpu_rows import rms_norm
 
 ACTIVATIONS = {  # transformers' names -> names in `ztk.kernels`
     "silu": "silu",
@@ -29,7 +29,7 @@ def ops_of(description: Description, *, placement: Placement) -> "CpuOps | Kerne
         raise ValueError(
             f"activation {description.activation} is not supported by the inference engine: it has {', '.join(ACTIVATIONS)}"
         )
-    return KernelOps(description, exact=placement.exact) if placement.has_blocks else CpuOps(description)
+    return KernelOps(description, exact=placement.exact) if placement.by_kernels else CpuOps(description)
 
 
 class CpuOps:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ztk.inference.base import Model
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Cache, Span
 from ztk.inference.ranks import Ranks, computing
-from ztk.inference.steps import Span
 
 BEAT_SECONDS = 2.0  # interval of an idle leader's beats: followers wait for them, and they detect lost followers
 _BEAT, _END = "beat", "end"  # messages that are no methods of `Computing`

@@ -1,29 +1,24 @@
-"""Device, formats and cache layout of a model's weights."""
+"""Device and formats of a model's weights."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import cache_faults, cache_of
+from ztk.core.policies.inference import device_faults
 from ztk.inference.policy import InferencePolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """kind: the weights' format, a name of `InferencePolicy.weights`. dtype: of activations. cache: slabs, whose products are the processor's
-    own, or blocks, whose products are ztk's kernels. exact: see `ztk.kernels.linear_rows`."""
+    """kind: the weights' format, a name of `InferencePolicy.weights`. dtype: of activations. by_kernels: ztk's kernels compute products and
+    draws, as on every GPU; otherwise products are the processor's own. exact: see `ztk.kernels.linear_rows`."""
 
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     kind: str = "stored"
-    cache: str = "slabs"
+    by_kernels: bool = False
     exact: bool = True
-
-    @property
-    def has_blocks(self) -> bool:
-        """Keys and values are in blocks, and ztk's kernels compute."""
-        return self.cache == "blocks"
 
     def place(self, value: Tensor) -> Tensor:
         """Moves a parameter of any shape to the device. Linear layers have their products instead."""
@@ -34,18 +29,19 @@ def placement_of(policy: InferencePolicy, *, module: nn.Module) -> Placement:
     """Where the engine computes `module`.
 
     Raises:
-        ValueError: an option of the policy needs the other kind of cache.
+        ValueError: an option of the policy needs another device.
     """
     parameter = next(module.parameters())
     device = torch.device(policy.device) if policy.device else parameter.device
     if device.type == "meta":  # a module without values, with a training engine
         device = torch.device("cpu")
-    for fault in cache_faults(policy, device=device.type, streams=policy.offload is not None):
+    streams, asked = policy.offload is not None, policy.kernels is True
+    for fault in device_faults(policy, device=device.type, streams=streams, by_kernels=asked):
         raise ValueError(fault)
-    cache = cache_of(policy.cache, device=device.type)
-    if cache == "slabs":
+    by_kernels = device.type != "cpu" or policy.weights == "fp8" if policy.kernels is None else policy.kernels
+    if not by_kernels:
         return Placement(kind=policy.weights)
     if policy.weights == "bf16":
-        return Placement(device=device, dtype=torch.bfloat16, cache=cache, exact=policy.exact)
+        return Placement(device=device, dtype=torch.bfloat16, by_kernels=True, exact=policy.exact)
     dtype = torch.float32 if device.type == "cpu" else parameter.dtype
-    return Placement(device=device, dtype=dtype, kind=policy.weights, cache=cache, exact=policy.exact)
+    return Placement(device=device, dtype=dtype, kind=policy.weights, by_kernels=True, exact=policy.exact)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ztk.inference.base import Model
-from ztk.inference.cache_attention import differing_tile
+from ztk.inference.cache import Span
 from ztk.inference.describe import Description
 from ztk.inference.graphs import DecodeGraphs, graphs_of
 from ztk.inference.masks import NothingDrawn
@@ -20,12 +20,12 @@ from ztk.inference.products import Product
 from ztk.inference.requests import Sequence, Work
 from ztk.inference.sample import Drawn, draw
 from ztk.inference.stepping import lines_of
-from ztk.inference.steps import Span
+from ztk.kernels.shared.cached_attention import differing_tile
 
 _log = logging.getLogger(__name__)
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
-_PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps over blocks
+_PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps by kernels
 _THIRDS = (16, 1, 31)  # of steps of a model's own modules
 _TOKENS = 48
 # Of the largest logit. fp32: rounding stays below 1e-5, an option of config.json that is read wrongly shows as percents; 16 bits: the module
@@ -48,12 +48,12 @@ _ROUNDED_DRAW = 1e-3  # of the largest logit: sums in another order, in fp32
 
 def check_model(model: Model) -> frozenset[tuple[str, tuple[int, int]]]:
     """Checks that a row's bits do not depend on other rows: `check_tiles` and `check_rows`, or `differing_piece` of a model that runs its own
-    modules. Over blocks logs a warning: the model still answers, as with `exact=False`. Returns as `check_rows`.
+    modules. By kernels logs a warning: the model still answers, as with `exact=False`. Returns as `check_rows`.
 
     Raises:
         ValueError: a row differs.
     """
-    if model.placement.has_blocks:
+    if model.placement.by_kernels:
         if model.placement.exact and (odd := differing_piece(model, pieces=_PIECES, is_alone=True)) is not None:
             _log.warning(
                 "steps of %d rows differ on this device from one of all: an answer depends on the sequences of its batch, as with "

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 
+from ztk.inference.cache import Span
 from ztk.inference.capacity import Rates
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
 from ztk.inference.sample import Draw, draw
-from ztk.inference.steps import Span
 from ztk.inference.stream import BUFFERS, StreamedLayers
 
 _READ_SECONDS = 0.3  # at least, and every buffer of the ring once

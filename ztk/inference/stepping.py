@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.comm import CommMismatch, PeerLost
+from ztk.inference.cache import Span
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.masks import NothingDrawn
 from ztk.inference.model import InferenceModel
@@ -27,7 +28,6 @@ from ztk.inference.ranks import Ranks
 from ztk.inference.requests import Sequence, Work
 from ztk.inference.sample import Draw, Drawn, draw, draw_rows, drawn_of, draws_plainly, likeliest, select, selects
 from ztk.inference.schedule import Scheduler
-from ztk.inference.steps import Span
 
 _LOGGER = logging.getLogger(__name__)
 _PLAIN, _SELECTED, _ROWS, _WRITTEN = "plain", "selected", "rows", "written"
@@ -259,7 +259,7 @@ def lines_of(
     """
     model, counts = computing.model, list(map(len, needed))
     rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
-    on_host, size = not model.placement.has_blocks, model.description.vocab_size
+    on_host, size = not model.placement.by_kernels, model.description.vocab_size
     kinds = [_kind(work, count=count, on_host=on_host) for work, count in zip(works, counts, strict=True)]
     fits_graphs = set(kinds) == {_PLAIN} and len(tokens) == len(works) and not any(span.adapter for span in spans)
     if graphs is not None and fits_graphs:

@@ -140,7 +140,7 @@ def collect(
 
 def products_of(placement: Placement) -> Products:
     """For layers, head and routers."""
-    if not placement.has_blocks:
+    if not placement.by_kernels:
         return (*FORMATS[placement.kind], Product)
     layer, head = _KERNEL_FORMATS[placement.kind]
     forms = ((layer, False), (head, True), ("plain", True))
@@ -287,7 +287,7 @@ class WeightReader:
         experts = self._native_experts if self._of.family == "native" else self._pretrained_experts
         layer.router, triples = experts(block)
         layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
-        if self._placement.has_blocks:
+        if self._placement.by_kernels:
             layer.experts = _stacked(layer.experts)
         if f"{block}shared_expert_gate.weight" in self._state:
             layer.shared_gate = self._plain_product(self._affine(f"{block}shared_expert_gate"))
@@ -352,6 +352,6 @@ class WeightReader:
                 f"the parameter {name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
                 "otherwise look for NaN or inf in the weights"
             )
-        if self._placement.has_blocks:  # as stored: a product on the same device and of the same dtype is a view of it
+        if self._placement.by_kernels:  # as stored: a product on the same device and of the same dtype is a view of it
             return found.to(self._placement.device)
         return found.to(device="cpu", dtype=torch.float32)

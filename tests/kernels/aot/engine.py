@@ -10,13 +10,12 @@ from unittest import mock
 import torch
 
 from tests.kernels.aot.record import Launching
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.cache_attention import BLOCK
+from ztk.inference.cache import Cache, Span
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
 from ztk.inference.placement import Placement
-from ztk.inference.steps import Span
 from ztk.inference.weights import WeightReader, collect
+from ztk.kernels.shared.cached_attention import BLOCK
 from ztk.nn import Decoder, DecoderConfig
 
 META = torch.device("meta")
@@ -39,13 +38,11 @@ def run_engine(config: DecoderConfig, *, dtype: torch.dtype, longest: int, seque
     with META:
         module = Decoder(config).to(dtype)
     module.materialise_buffers("cpu")
-    subject, place = describe(module), Placement(device=META, dtype=dtype, cache="blocks")
+    subject, place = describe(module), Placement(device=META, dtype=dtype, by_kernels=True)
     with mock.patch.object(WeightReader, "_tensor", lambda reader, name: reader._state[name].detach()):  # no values
         weights = collect(dict(module.named_parameters()), description=subject.description, placement=place)
     engine, width = InferenceModel(subject, weights=weights, placement=place), -(-longest // BLOCK)
-    cache = BlockCache(
-        subject.description, slots=sequences, blocks=sequences * width, width=width, device=META, dtype=dtype
-    )
+    cache = Cache(subject.description, slots=sequences, blocks=sequences * width, width=width, device=META, dtype=dtype)
     cache.tables[:] = [list(range(width)) for _ in range(sequences)]
     with torch.inference_mode(), Launching():
         cache.copy([(0, 1)])

@@ -108,7 +108,13 @@ def dying(step: int):
 
 
 def play(
-    process: Process, *, config: Config, planted: int = 0, dies: int = 0, fails: bool = False, cache: str | None = None
+    process: Process,
+    *,
+    config: Config,
+    planted: int = 0,
+    dies: int = 0,
+    fails: bool = False,
+    kernels: bool | None = None,
 ) -> dict:
     """Runs the task to its end on this rank.
 
@@ -117,7 +123,7 @@ def play(
     """
     task = importlib.import_module(config.task.module)
     rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
-    rollout_run.CachedRollouts = functools.partial(CachedRollouts, cache=cache)
+    rollout_run.CachedRollouts = functools.partial(CachedRollouts, kernels=kernels)
     plot.plot_run = lambda folder: None
     drawn, references = [], []
 

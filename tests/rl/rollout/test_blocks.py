@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ztk.inference.cache_attention import Scratch
-from ztk.inference.steps import Places, Span
+from ztk.kernels import cache_rows, make_tiles, paged_attention
+from ztk.kernels.shared.cached_attention import Scratch
 from ztk.rl.rollout import blocks
 from ztk.rl.rollout.blocks import Blocks, Segment
 
@@ -19,13 +19,14 @@ def drawn(tokens: int, *, heads: int, kv_heads: int, head_dim: int) -> list[torc
 
 def engines(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """By the inference engine, of one text."""
-    (T, H, D), K, slabs = query.shape, key.shape[1], []
-    step = Places([Span(slot=0, start=0, length=T, row=0)], group=H // K, kv_heads=K, head_dim=D, scratch=Scratch())
-    for part in (key, value):
-        slab = part.new_zeros(1, -(-T // 64), K, 64, D)
-        step.write(slab, part=part)
-        slabs.append(slab)
-    return step.attend(query, keys=slabs[0], values=slabs[1], scale=D**-0.5)
+    (T, H, D), K, scratch = query.shape, key.shape[1], Scratch()
+    keys, values = torch.zeros(2, -(-T // 64), K, 64, D)
+    rows, positions = torch.cat([query, key, value], dim=1).flatten(1), torch.arange(T)
+    taken = cache_rows(rows, None, None, None, None, positions, positions, keys, values, scratch=scratch)
+    assert torch.equal(taken, query)
+    tables = torch.arange(len(keys), dtype=torch.int32).unsqueeze(0)
+    tiles = torch.tensor(make_tiles([(0, 0, T, 0)], group=H // K), dtype=torch.int32)
+    return paged_attention(query, keys, values, tables, tiles, scale=D**-0.5, scratch=scratch)
 
 
 def plain(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

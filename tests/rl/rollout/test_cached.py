@@ -32,10 +32,10 @@ def folder(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("model"))
 
 
-def drawn_twice(process: Process, *, config, cache: str | None = None) -> list[dict]:
+def drawn_twice(process: Process, *, config, kernels: bool | None = None) -> list[dict]:
     """Samples before and after optimizer steps that change every weight, with the trainer's log-probabilities of them."""
     engine = build(config, process=process.arrange(policies.topology(config)))
-    cached = CachedRollouts(engine, cache=cache)
+    cached = CachedRollouts(engine, kernels=kernels)
     numbers = torch.arange(6)
     requests = Requests(
         prompts=[[5 + row, 6, 7][: 1 + row % 3] for row in range(6)],
@@ -62,17 +62,17 @@ def drawn_twice(process: Process, *, config, cache: str | None = None) -> list[d
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"),
+    ("kind", "kernels"),
     [
         ("native", None),
         ("native adapters", None),
         ("transformers", None),
         ("adapters", None),
-        ("native", "blocks"),
-        ("adapters", "blocks"),
+        ("native", True),
+        ("adapters", True),
     ],
 )
-def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind, cache):
+def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind, kernels):
     """Adapters are merged, also after updates. The ranks have the same texts here, because they request the same samples."""
     options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
     options = (*options, *(ADAPTERS if "adapters" in kind else ()))
@@ -80,7 +80,7 @@ def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_
         config = config_of("grpo", *options, folder=tmp_path, ranks=2)
     else:
         config = config_of_hf("grpo", *options, folder=folder, to=tmp_path)
-    first, second = ranks(2).run(drawn_twice, config=config, cache=cache)
+    first, second = ranks(2).run(drawn_twice, config=config, kernels=kernels)
     assert first == second
     assert all(found["off"] < NEAR for found in first)
     assert first[0]["tokens"] != first[-1]["tokens"]

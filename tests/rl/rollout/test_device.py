@@ -1,4 +1,4 @@
-"""Rollouts over blocks, as on a GPU: weights that are the trainer's own, memory that a rollout frees, one device for every operation."""
+"""Rollouts by kernels, as on a GPU: weights that are the trainer's own, memory that a rollout frees, one device for every operation."""
 
 import gc
 import math
@@ -19,7 +19,7 @@ from ztk.experiments.models import build
 from ztk.experiments.prompts import Prompts
 from ztk.experiments.rollout_run import Run
 from ztk.experiments.rollouts import draw, drawing, score_samples
-from ztk.inference import Generator, graphs, memory
+from ztk.inference import Generator, capacity, graphs
 from ztk.nn import Decoder
 from ztk.rl.rollout import (
     Buffer,
@@ -45,7 +45,7 @@ def requests_of(count: int) -> Requests:
 
 
 def held(process: Process, *, config) -> dict:
-    """A rollout over blocks: tensors that stay alive, and weights that are the engine's memory."""
+    """A rollout by kernels: tensors that stay alive, and weights that are the engine's memory."""
     engine = build(config, process=process.arrange(policies.topology(config)))
     found, close = {}, Generator.close
 
@@ -61,7 +61,7 @@ def held(process: Process, *, config) -> dict:
     Generator.close = watched
     gc.disable()  # memory of a device is freed by the rollout, not by a collection at some time
     try:
-        cached = CachedRollouts(engine, cache="blocks")
+        cached = CachedRollouts(engine, kernels=True)
         generate(cached, policy=RolloutPolicy(**POLICY), requests=requests_of(4), step=0)
         found["alive"] = [one() is not None for one in found["alive"]]
         found["sharded"] = [parameter.numel() for parameter in engine.module.parameters()][:1]
@@ -93,7 +93,7 @@ def test_stages_and_tiers_change_no_number_of_a_run_over_blocks(ranks, tmp_path)
     }.items():
         folder = tmp_path / name
         config = config_of("ppo", *OPTIONS, "kl.coef=0", folder=folder, ranks=2, **changes)
-        ranks(2).run(play, config=config, cache="blocks")
+        ranks(2).run(play, config=config, kernels=True)
         found.append(rows_of(folder))
     assert len(found[0]) == 4 and found[0] == found[1] == found[2]
     assert all(row["rollout_k3"] < 1e-9 for row in found[0])
@@ -141,7 +141,7 @@ class PlainEngine(Batches):
                 parameter.grad = None
 
 
-def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
+def run_of(config, *, device: str = "cpu", kernels: bool = True) -> Run:
     """A run whose policy has no engine of ztk's."""
     torch.manual_seed(0)
     module = Decoder(policies.decoder_config(config))
@@ -162,7 +162,7 @@ def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
         guards=Guards(GuardPolicy()),
         weights=SettledWeights(weights=RolloutWeights.whole, reason=""),
         packs=True,
-        drawer=CachedRollouts(actor, cache=cache),
+        drawer=CachedRollouts(actor, kernels=kernels),
     )
 
 
@@ -186,7 +186,7 @@ def stepped(config, *, device: str) -> dict:
 def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch, cuts):
     """A rollout with its graphs, scores and the update on tensors that report a GPU: no operation mixes devices."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
-    monkeypatch.setattr(memory, "free_device_memory", lambda device: 2**30)
+    monkeypatch.setattr(capacity, "free_device_memory", lambda device: 2**30)
     config = config_of(
         "grpo", *OPTIONS, *cuts, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4
     )

@@ -313,32 +313,30 @@ def test_a_run_resumed_between_updates_equals_the_uninterrupted_one(task, ranks,
 
 
 @pytest.mark.parametrize(
-    ("options", "cache"),
+    ("options", "kernels"),
     [
         ({"rollout__engine": RolloutEngineName.generator}, None),
         (
             {"rollout__engine": RolloutEngineName.generator, **{"rollout__identity": RolloutIdentity.corrected}},
-            "blocks",
+            True,
         ),
     ],
 )
-def test_the_inference_engine_draws_turns_and_keeps_its_cache_between_them(options, cache, ranks, tmp_path):
-    if cache is not None:
+def test_the_inference_engine_draws_turns_and_keeps_its_cache_between_them(options, kernels, ranks, tmp_path):
+    if kernels is not None:
         options |= {"rollout__correction": CorrectionName.token_truncate, "rollout__correction_max": 2.0}
     (found,) = ranks(1).run(
-        play_counting, config=config_with("Endless", "rollout.max_turns=2", folder=tmp_path, **options), cache=cache
+        play_counting, config=config_with("Endless", "rollout.max_turns=2", folder=tmp_path, **options), kernels=kernels
     )
     rows = rows_of(tmp_path)
     assert all(row["ended_done"] == 0 < row["ended_max_turns"] for row in rows)
-    assert cache is not None or all(row["rollout_differing"] == 0 for row in rows)
+    assert kernels is not None or all(row["rollout_differing"] == 0 for row in rows)
     assert len(found) == 4  # second turns, of two rollouts and of the evaluations before and after
     for reused, fewest in found:
-        assert (
-            reused >= fewest > 0 or cache == "blocks"
-        )  # which are shared when they are full, and these texts are shorter
+        assert reused >= fewest > 0 or kernels  # which are shared when they are full, and these texts are shorter
 
 
-def play_counting(process: Process, *, config, cache: str | None) -> list[tuple[int, int]]:
+def play_counting(process: Process, *, config, kernels: bool | None) -> list[tuple[int, int]]:
     """A run; of each second turn the reused tokens, and the tokens of its first prompts."""
     from ztk.rl.rollout import cached
 
@@ -355,7 +353,7 @@ def play_counting(process: Process, *, config, cache: str | None) -> list[tuple[
 
     cached._answers = counting
     try:
-        play(process, config=config, cache=cache)
+        play(process, config=config, kernels=kernels)
     finally:
         cached._answers = answers
     return found

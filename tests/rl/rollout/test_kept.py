@@ -53,11 +53,11 @@ def test_draws_do_not_depend_on_the_batch():
         assert drawn.processed_logprob == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("cache", ["blocks", "slabs"])
-def test_ratios_are_one_where_the_weights_have_not_changed(tmp_path, cache):
+@pytest.mark.parametrize("kernels", [False, True], ids=["products", "kernels"])
+def test_ratios_are_one_where_the_weights_have_not_changed(tmp_path, kernels):
     """Over all tokens their mean would be the kept mass."""
     options = (*OPTIONS, "rollout.top_p=0.9", "rollout.top_k=200", "rollout.temperature=0.7")
-    run = run_of(config_of("grpo", *options, folder=tmp_path), cache=cache)
+    run = run_of(config_of("grpo", *options, folder=tmp_path), kernels=kernels)
     samples = draw(run)
     mask = samples.answer_mask
     assert samples.kept is not None and torch.equal(samples.kept.counts > 0, mask)
@@ -86,7 +86,7 @@ def test_a_run_has_the_trainers_bits(ranks, tmp_path, options):
 @pytest.mark.parametrize("large", [False, True])
 def test_the_gradient_is_that_of_the_kept_tokens(tmp_path, monkeypatch, large):
     """Also for logits in chunks. The reference is a softmax over the kept logits only."""
-    run = run_of(config_of("grpo", *OPTIONS, "rollout.top_p=0.6", folder=tmp_path), cache="slabs")
+    run = run_of(config_of("grpo", *OPTIONS, "rollout.top_p=0.6", folder=tmp_path), kernels=False)
     samples = draw(run)[:4]
     mask = samples.answer_mask
     given = {name: torch.ones(mask.shape) for name in ("advantages", "weights")}
@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_the_kept_tokens(tmp_path, monkeypatch, large):
 
 
 def test_rows_of_samples_keep_their_tokens(tmp_path):
-    run = run_of(config_of("grpo", *OPTIONS, "rollout.top_k=3", folder=tmp_path), cache="slabs")
+    run = run_of(config_of("grpo", *OPTIONS, "rollout.top_k=3", folder=tmp_path), kernels=False)
     scored = score_samples(run, samples=draw(run))
     samples, order = scored.samples, torch.tensor([5, 0, 7])
     again = Samples.from_json(Samples.joined([samples[:4], samples[4:]]).to_json())
@@ -131,7 +131,7 @@ def test_rows_of_samples_keep_their_tokens(tmp_path):
 
 def test_texts_of_one_token_end_an_answer(tmp_path):
     config = config_of("grpo", *OPTIONS, "rollout.stop=[a,b]", folder=tmp_path)
-    run = run_of(config, cache="slabs")
+    run = run_of(config, kernels=False)
     run.actor.module.head.weight.data[ord("b")] *= 50  # likely, or very unlikely
     samples = draw(run)
     answers = [run.prompts.answer_of(samples, row=row) for row in range(len(samples))]

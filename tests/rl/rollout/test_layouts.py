@@ -52,10 +52,10 @@ def test_divided_experts_have_the_losses_of_one_rank(ranks, tmp_path):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("cache", ["slabs", "blocks"])
-def test_rows_have_the_share_of_tokens_with_the_engines_experts(cache, ranks, tmp_path):
+@pytest.mark.parametrize("kernels", [False, True], ids=["products", "kernels"])
+def test_rows_have_the_share_of_tokens_with_the_engines_experts(kernels, ranks, tmp_path):
     options = ("model=tiny_moe", *SHORT, "rollout.engine=generator", "rollout.identity=corrected")
-    ranks(1).run(play, config=config_of("grpo", *options, folder=tmp_path), cache=cache)
+    ranks(1).run(play, config=config_of("grpo", *options, folder=tmp_path), kernels=kernels)
     assert [row["rollout_experts"] for row in rows_of(tmp_path)] == [1.0] * 3
 
 

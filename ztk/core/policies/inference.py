@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from ztk.core.policies.config import Config
 
 WEIGHTS = ("stored", "int8", "int4")
-BLOCK_WEIGHTS = (*WEIGHTS, "bf16", "fp8")  # of the engine over a cache of blocks
-CACHES = ("slabs", "blocks")
+ALL_WEIGHTS = (*WEIGHTS, "bf16", "fp8")  # of ztk's kernels
 CACHE_DTYPES = ("stored", "fp8")
 
 
@@ -30,15 +29,8 @@ class WeightFormat(StrEnum):
     fp8 = "fp8"
 
 
-class CacheKind(StrEnum):
-    """inference.cache: how keys and values are kept."""
-
-    slabs = "slabs"
-    blocks = "blocks"
-
-
 class CacheFormat(StrEnum):
-    """inference.cache_dtype: the format of keys and values in blocks."""
+    """inference.cache_dtype: the format of keys and values."""
 
     stored = "stored"
     fp8 = "fp8"
@@ -171,7 +163,7 @@ class InferenceConfig:
     )
     weights: WeightFormat | None = key(
         "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
-        "int8; on a GPU also bf16, and with a cache of blocks fp8 (e4m3)"
+        "int8; fp8: e4m3 with a scale per output; on a GPU also bf16"
     )
     calibration: str | None = key(
         "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
@@ -179,21 +171,17 @@ class InferenceConfig:
         paths=Paths(kind="file", fix="name a text, jsonl or parquet file, or leave it out"),
         contradicts=_calibration,
     )
-    cache: CacheKind | None = key(
-        "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
-        optional=True,
-    )
     cache_tokens: int | None = key(
         "tokens of all sequences together that the cache holds; others wait; null: as many as fit into the free memory",
         range=COUNT,
         optional=True,
     )
     cache_dtype: CacheFormat | None = key(
-        "keys and values of a cache of blocks: stored (the dtype of the computation) or fp8; null: stored",
+        "keys and values: stored (the dtype of the computation) or fp8; null: stored",
         optional=True,
     )
     exact: bool | None = key(
-        "with a cache of blocks, a sequence's bits do not depend on its batch; false: products of up to 8 rows are faster on a GPU; "
+        "on a GPU, a sequence's bits do not depend on its batch; false: products of up to 8 rows are faster on a GPU; "
         "null: true",
         optional=True,
     )
@@ -305,8 +293,6 @@ class ServeConfig:
 
 
 ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memory there; use offload=nvme, or leave offload out"
-# Values that go with a cache of slabs.
-_OF_SLABS = {"weights": WEIGHTS, "cache_dtype": (None, "stored"), "exact": (None, True)}
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
 
 
@@ -336,36 +322,27 @@ def calibration_faults(weights: str | None, *, adapters: Any) -> Iterator[str]:
         )
 
 
-def cache_of(cache: str | None, *, device: str) -> str:
-    """slabs or blocks: `cache` if given, else blocks on a GPU. device: cpu or cuda."""
-    return cache or ("slabs" if device == "cpu" else "blocks")
+def device_faults(options: Any, *, device: str, streams: bool, by_kernels: bool = False) -> Iterator[str]:
+    """One line with its fix for each option that needs another device.
 
-
-def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
-    """One line with its fix for each option that needs the other kind of cache or another device.
-
-    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact`, `memory_bytes` and `weights` as in `InferencePolicy`, None if not given.
-    device: cpu or cuda. streams: whether offload=nvme is chosen.
+    options: has `cache_tokens`, `exact`, `memory_bytes` and `weights` as in `InferencePolicy`, None if not given. device: cpu or cuda.
+    streams: whether offload=nvme is chosen. On a CPU layers stream then; on a GPU, or with `by_kernels`, files hold the blocks of
+    preempted sequences.
     """
-    if cache_of(options.cache, device=device) == "blocks":
-        if streams and options.cache is None:  # a model on a GPU
-            yield (
-                "offload=nvme: layers stream on the CPU, over slabs; use launch.device=cpu, or inference.cache=blocks, which keeps the layers "
-                "and writes the blocks of preempted sequences to files"
-            )
+    if options.weights == "bf16" and device == "cpu":
+        yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
+    if device != "cpu" or by_kernels:
         if streams and options.memory_bytes is not None:
             yield f"inference.memory_bytes={options.memory_bytes} is for layers that stream: use inference.cache_tokens, or leave it out"
-        if options.weights == "bf16" and device == "cpu":
-            yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
         return
+    if options.exact is False and options.weights != "fp8":
+        yield "inference.exact=false is for GPUs: the CPU's products are exact and no faster without; leave it out"
+    if streams and options.weights == "fp8":
+        yield "inference.weights=fp8 with offload=nvme: layers stream as stored, in int8 or in int4; use weights=int8, or leave offload out"
     if streams and options.cache_tokens is not None:
         yield (
             f"inference.cache_tokens={options.cache_tokens}: with offload=nvme the plan gives the cache its memory; use "
             "inference.memory_bytes, inference.max_sequences or inference.max_model_len"
         )
-    if device != "cpu":
-        yield f"inference.cache=slabs works on the CPU only, and the model is on {device}: use inference.cache=blocks"
-    for name, usual in _OF_SLABS.items():
-        if (value := getattr(options, name)) not in usual:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield f"inference.{name}={shown} needs a cache of blocks: add inference.cache=blocks, or leave it out"
+    if streams and options.cache_dtype == "fp8":
+        yield "inference.cache_dtype=fp8 with offload=nvme: the plan counts keys and values in fp32; leave cache_dtype out"

@@ -77,9 +77,9 @@ def others_offload(config: "Config", *, tier: Tier) -> bool:
 
 
 def streams_layers(config: "Config") -> bool:
-    """Whether a task that answers reads layers from files in every pass. With a cache of blocks, files hold the blocks of preempted
+    """Whether a task that answers reads layers from files in every pass, on a CPU. On a GPU files hold the blocks of preempted
     sequences."""
-    return config.offload.optimizer is not Tier.none and config.inference.cache != "blocks"
+    return config.offload.optimizer is not Tier.none and config.launch.device != "cuda"
 
 
 def device_of(config: "Config", *, machine: "Machine") -> str:
@@ -87,14 +87,13 @@ def device_of(config: "Config", *, machine: "Machine") -> str:
     if config.task.name == "plan":
         return "cuda"  # a plan is always for GPUs
     if config.launch.device == "auto":
-        return "cuda" if machine.gpus and not _needs_cpu(config) else "cpu"
+        return "cuda" if machine.gpus and not _needs_cpu(config, machine=machine) else "cpu"
     return config.launch.device.value
 
 
-def _needs_cpu(config: "Config") -> bool:
-    """Whether the task answers in a way that only the CPU has: layers that are streamed or shared by ranks, or a cache of slabs."""
-    only = streams_layers(config) or config.topology.tensor > 1 or config.inference.cache == "slabs"
-    return infers(config) and only
+def _needs_cpu(config: "Config", *, machine: "Machine") -> bool:
+    """Whether the task answers in a way that only the CPU has: layers that are streamed, or more ranks than there are GPUs."""
+    return infers(config) and (streams_layers(config) or config.topology.tensor > machine.gpus)
 
 
 def times_kernels(config: "Config") -> bool:

@@ -89,6 +89,11 @@ def composite(x: Tensor) -> bool:
     return x.device.type == "cpu" and _backend is Backend.auto
 
 
+def is_plain_cpu(x: Tensor) -> bool:
+    """True where the implementation for a CPU tensor of any shape may be called without the dispatcher: nothing watches or replaces it."""
+    return composite(x) and _watch is None
+
+
 def interpreting() -> bool:
     """True when TRITON_INTERPRET=1 replaced the compiler, so that kernels run on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)

@@ -13,10 +13,11 @@ from torch import Tensor
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
 from ztk.kernels.launch.grids import next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import is_plain_cpu, register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
-from ztk.kernels.ops.paged_attention import BLOCK
+from ztk.kernels.shared.cached_attention import BLOCK, Scratch
+from ztk.kernels.shared.cpu_rows import rms_norm, rope, turns
 from ztk.kernels.shared.fp8 import encode_fp8, to_fp8
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
@@ -128,14 +129,47 @@ def _cpu(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
     places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
+    return _written(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps, Scratch())
+
+
+def _written(
+    rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
+    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float, scratch: Scratch,
+) -> Tensor:  # fmt: skip
+    """In float32. Zeros the values of a block that begins here, so that none of an earlier sequence is read."""
     _, K, _, D = keys.shape
-    query, *pair = _turned(rows, query_norm, key_norm, cos, sin, positions, K=K, D=D, eps=eps)
+    x = rows.float().view(len(rows), -1, D)
+    heads = x.shape[1] - 2 * K
+    turned, value = x[:, : heads + K], x[:, heads + K :]
+    if query_norm is not None and key_norm is not None:
+        parts = ((turned[:, :heads], query_norm.float()), (turned[:, heads:], key_norm.float()))
+        turned = torch.cat([rms_norm(part, weight=weight, eps=eps) for part, weight in parts], dim=1)
+    if cos is not None and sin is not None:
+        by = scratch.once("turns", id(cos), make=lambda: turns((cos, sin), positions=positions))
+        turned = rope(turned, cos=by[0], sin=by[1])
+    pair = _divided([turned[:, heads:], value], scales=scales)
+    own, lines, begun = scratch.once("lines", make=lambda: _lines(places, cache=keys))
+    for cache, part in zip((keys, values), pair, strict=True):
+        stored = (part if own is None else part[own]).reshape(-1, D)
+        stored = to_fp8(stored) if cache.dtype == torch.uint8 else stored.to(cache.dtype)
+        flat = cache.as_strided(((len(cache) - 1) * cache.stride(0) // D + K * BLOCK, D), (D, 1))
+        if cache is values and len(begun):
+            cache[begun] = 0
+        flat.index_copy_(0, lines, stored)
+    return turned[:, :heads].to(rows.dtype)
+
+
+def _lines(places: Tensor, *, cache: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Rows with a place, or None for all; for each of their heads the line of the cache as [lines, D], int64 [rows K]; and the blocks whose
+    first place is written."""
     kept = places >= 0
-    block, within = places[kept] // BLOCK, places[kept] % BLOCK
-    for cache, part in zip((keys, values), _divided(pair, scales=scales), strict=True):
-        stored = to_fp8(part[kept]) if cache.dtype == torch.uint8 else part[kept].to(cache.dtype)
-        cache[block, :, within] = stored
-    return query.to(rows.dtype)
+    own = None if kept.all() else kept.nonzero().squeeze(1)
+    places = places if own is None else places[own]
+    K, D = cache.shape[1], cache.shape[3]
+    block, within = places // BLOCK, places % BLOCK
+    heads = torch.arange(0, K * BLOCK, BLOCK, device=places.device)
+    lines = (block * (cache.stride(0) // D) + within).unsqueeze(1) + heads
+    return own, lines.view(-1), block[within == 0]
 
 
 _write = register(
@@ -162,13 +196,15 @@ def cache_rows(
     scales: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Writes the keys and values of a step's rows to the cache and returns their queries [M, H, D]; no gradient.
 
     rows: [M, (H + 2K) D], queries, keys and values of each row; norms: [D] of heads, or None; cos and sin: float32 [positions, R / 2], R
     the rotated part of a head, or None; positions and places: int64 [M]; keys and values: [blocks, K, 64, D] of rows' dtype or uint8
     (fp8), contiguous within each block, changed in place. scales: float32 [2, K] of an fp8 cache, powers of two, of each head's
-    keys and values: a stored value times its scale is the number. Defaults to 1.
+    keys and values: a stored value times its scale is the number. Defaults to 1. scratch: of a step on a CPU.
+    A CPU zeros the other values of a block whose first place is written.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     _, K, block, D = keys.shape
@@ -186,7 +222,11 @@ def cache_rows(
     if (query_norm is None) != (key_norm is None) or (cos is None) != (sin is None):
         raise ValueError("cache_rows: norms of queries and keys, and cosines and sines, come together")
     tensors = (rows.contiguous(), query_norm, key_norm, cos, sin, positions, places, keys, values, scales)
-    return cache_rows_reference(*tensors, eps=eps) if use_reference() else _write(*tensors, eps)
+    if use_reference():
+        return cache_rows_reference(*tensors, eps=eps)
+    if scratch is not None and is_plain_cpu(rows):
+        return _written(*tensors, eps, scratch)
+    return _write(*tensors, eps)
 
 
 def cache_rows_reference(

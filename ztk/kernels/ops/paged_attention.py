@@ -19,14 +19,14 @@ from torch import Tensor
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import is_plain_cpu, register, use_reference
 from ztk.kernels.launch.machine import Architecture, Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
+from ztk.kernels.shared.cached_attention import BLOCK, Rows, Scratch, attend, planned
 from ztk.kernels.shared.fp8 import decode_fp8, from_fp8, to_fp8
 from ztk.kernels.shared.math import cast, dot
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
-BLOCK = 64  # positions of a block of the cache
 ROWS = 64  # query rows of a tile
 WIDEST_IN_THREE = 128  # elements of a head up to which blocks are loaded in three stages
 SEGMENT = 512  # keys that are summed before they are merged
@@ -280,48 +280,73 @@ def _launch(
     return out
 
 
-def _blocks_of(cache: Tensor, table: Tensor, *, scales: Tensor | None, part: int) -> Tensor:
-    """[N, K, 64, D] in float32 of the blocks that a table names. part: 0 of keys, 1 of values."""
-    blocks = cache.index_select(0, table.long())
-    wide = from_fp8(blocks) if cache.dtype == torch.uint8 else blocks.float()
-    return wide if scales is None else wide * scales[part].view(-1, 1, 1)
-
-
 def _cpu(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
     scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
-    (_, H, D), K, out = query.shape, keys.shape[1], torch.empty_like(query)
-    G, T = H // K, positions_per_tile(H // K)
+    return _attended(query, keys, values, tables, tiles, slopes, scales, scale, window, softcap, Scratch())
+
+
+def _attended(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
+    scale: float, window: int, softcap: float, scratch: Scratch,
+) -> Tensor:  # fmt: skip
+    """In float32, over the runs of blocks of the cache; of another dtype or layout, over copies of the blocks that are read."""
+    (_, H, D), K = query.shape, keys.shape[1]
+    sizes = {"kv_heads": K, "group": H // K, "head_dim": D}
+    rows, padding, used = scratch.once("rows", make=lambda: _rows_of(tiles, tables=tables))
+    total, attending = len(keys), scratch
+    if keys.dtype != torch.float32 or not keys.is_contiguous():
+        places = torch.tensor(used, dtype=torch.int64, device=keys.device)
+        keys, values = (_widened(cache, at=places, scales=scales, part=n) for n, cache in enumerate((keys, values)))
+        numbers, total = {block: number for number, block in enumerate(used)}, len(used)
+        rows = [own._replace(blocks=tuple(numbers[block] for block in own.blocks)) for own in rows]
+        attending = Scratch()  # of copies that no other call reads
+    groups = scratch.once("tiles", make=lambda: planned(rows, total=total, **sizes))
+    options = {
+        "scale": scale,
+        "window": window or None,
+        "softcap": softcap or None,
+        "slopes": slopes,
+        "scratch": attending,
+    }
+    wide = query.float()
+    if len(groups) == 1 and groups[0].sources is None and not padding and len(query) == groups[0].count:
+        return attend(wide, tiles=groups[0], keys=keys, values=values, **options).to(query.dtype)
+    out = torch.empty_like(query)
+    for own in groups:
+        out[own.targets] = attend(wide, tiles=own, keys=keys, values=values, **options).to(query.dtype)
+    if padding:
+        out[padding] = 0
+    return out
+
+
+def _rows_of(tiles: Tensor, *, tables: Tensor) -> tuple[list[Rows], list[int], list[int]]:
+    """The rows of each sequence, rows of padding, and all blocks that are read, rising."""
+    found: dict[int, Rows] = {}
+    padding = []
     for sequence, first, row, start, stop in tiles.tolist():
         if not stop:
-            out[row] = 0
-            continue
-        N = -(-stop // BLOCK)
-        k, v = (
-            _blocks_of(cache, tables[sequence, :N], scales=scales, part=n) for n, cache in enumerate((keys, values))
-        )
-        places = torch.arange(T) + first
-        rows = places.clamp(start, stop - 1) - first + row  # places that do not count are copies
-        q = query[rows].float().view(T, K, G, D).permute(1, 2, 0, 3).reshape(1, K, G * T, D)
-        scores = torch.bmm(q.expand(N, K, G * T, D).reshape(N * K, G * T, D), k.view(N * K, BLOCK, D).mT).mul_(scale)
-        scores = scores.view(N, K, G, T, BLOCK)
-        if softcap > 0:
-            scores = torch.tanh(scores / softcap) * softcap
-        at = torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
-        if slopes is not None:
-            scores = scores + slopes.view(1, K, G, 1, 1) * at
-        hidden = at > places.view(T, 1)
-        if window > 0:
-            hidden = hidden | (at <= places.view(T, 1) - window)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        weights = scores.sub_(scores.amax(dim=(0, 4), keepdim=True)).exp_()
-        v = v.masked_fill((torch.arange(N * BLOCK).view(N, 1, BLOCK, 1) >= stop), 0.0)
-        parts = torch.bmm(weights.view(N * K, G * T, BLOCK), v.view(N * K, BLOCK, D)).view(N, K, G, T, D)
-        summed = parts.cumsum(0)[-1] / weights.sum(-1, keepdim=True).cumsum(0)[-1]
-        counts = (places >= start) & (places < stop)
-        out[rows[counts]] = summed.permute(2, 0, 1, 3).reshape(T, H, D)[counts].to(out.dtype)
-    return out
+            padding.append(row)
+        elif sequence in found and found[sequence].start + found[sequence].length == start:
+            own = found[sequence]
+            found[sequence] = own._replace(length=stop - own.start)
+        else:
+            found[sequence] = Rows(blocks=(), start=start, length=stop - start, row=row + start - first)
+    lists = tables[list(found)].tolist()
+    rows = [
+        own._replace(blocks=tuple(blocks[: cdiv(own.start + own.length, BLOCK)]))
+        for own, blocks in zip(found.values(), lists, strict=True)
+    ]
+    return rows, padding, sorted({block for own in rows for block in own.blocks})
+
+
+def _widened(cache: Tensor, *, at: Tensor, scales: Tensor | None, part: int) -> Tensor:
+    """float32 copies [N, K, 64, D] of these blocks, zero where they are not finite. part: 0 of keys, 1 of values."""
+    blocks = cache.index_select(0, at)
+    wide = from_fp8(blocks) if cache.dtype == torch.uint8 else blocks.float()
+    wide = wide if scales is None else wide * scales[part].view(-1, 1, 1)
+    return wide.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
 
 
 _attend = register(
@@ -346,6 +371,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     split: bool = False,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Attention of the step's rows over their sequences' blocks; no gradient.
 
@@ -355,7 +381,8 @@ def paged_attention(
     position that counts and one past the last; (0, 0, row, 0, 0) for padding, whose row is zero.
     slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as in `cache_rows`; defaults to 1. window: keys that a query
     attends to, including itself; 0 for all. softcap: c tanh(score / c); 0 for none. split: a program per segment of 512 keys; it changes no
-    bit. Returns [M, H, D]; rows in no tile are undefined. Raises ValueError for shapes and dtypes that do not fit.
+    bit. scratch: memory of a step on a CPU, whose layers share the plan of its products; the cache is then finite everywhere.
+    Returns [M, H, D]; rows in no tile are undefined. Raises ValueError for shapes and dtypes that do not fit.
     """
     (_, H, D), (_, K, block, size) = query.shape, keys.shape
     if block != BLOCK or size != D or H % K or keys.shape != values.shape or keys.stride() != values.stride():
@@ -379,6 +406,8 @@ def paged_attention(
     tensors = (query.contiguous(), keys, values, tables, tiles.contiguous(), slopes, scales)
     if use_reference():
         return paged_attention_reference(*tensors, scale=scale, window=window, softcap=softcap)
+    if scratch is not None and is_plain_cpu(query):
+        return _attended(*tensors, scale, window, softcap, scratch)
     return _attend(*tensors, scale, window, softcap, split)
 
 

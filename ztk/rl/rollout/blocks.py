@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ztk.inference.cache_attention import BLOCK, rows_agree, tile_of
+from ztk.kernels.shared.cached_attention import BLOCK, rows_agree, tile_of
 
 TILE = 8  # segments are computed in multiples of this many positions, which covers all tiles of the engine (1 to 8)
 _ALIKE = (

@@ -4,7 +4,7 @@ forwards.
 torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the
 trainer uses `attention.EngineAttention`. Otherwise the loss must be corrected (`rollout.identity=corrected`) or ignore the difference.
 
-[Note: Weights on the device] With a block cache, a generator exists for one rollout. Its weights are the trainer's parameters: embedding,
+[Note: Weights on the device] By kernels, a generator exists for one rollout. Its weights are the trainer's parameters: embedding,
 output, MLP and head are views; query, key and value, which are one product, are concatenated into new memory. At stage 3 the parameters
 are gathered for the rollout. Keys and values get the memory that the rollout's texts can need, or less if the device has less. All of it
 is freed before the update.
@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import cache_of
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
 from ztk.inference.opening import UnreadModel
@@ -30,22 +29,23 @@ from ztk.rl.rollout.routing import experts_of
 from ztk.rl.rollout.weights import RolloutPolicy
 from ztk.train.engine import Engine
 
-_MOST, _MOST_OVER_BLOCKS, _STEP_TOKENS = 64, 256, 2048  # answers at a time, and tokens per step
+_MOST, _MOST_ON_DEVICE, _STEP_TOKENS = 64, 256, 2048  # answers at a time, and tokens per step
 
 
 class CachedRollouts:
     """Generates answers with a `Generator` and the policy's weights, with adapters merged.
 
-    cache: as in `InferencePolicy`; slabs on a CPU and blocks on a GPU by default. With slabs, every rank has an fp32 copy of the weights
-    in main memory, renewed on the first samples after an optimizer step of the policy. With blocks, the weights are the engine's own, on
+    kernels: as in `InferencePolicy`. By default on a GPU. Without, every rank has an fp32 copy of the weights
+    in main memory, renewed on the first samples after an optimizer step of the policy. With kernels, the weights are the engine's own, on
     its device and in its dtype; see [Note: Weights on the device].
-    comm: of ranks that share a copy with slabs, each with a part of every layer. Without it every rank has its own copy, and ranks generate
+    comm: of ranks that share a copy, each with a part of every layer. Without it every rank has its own copy, and ranks generate
     independently.
     """
 
-    def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:
+    def __init__(self, engine: Engine, *, comm: Comm | None = None, kernels: bool | None = None) -> None:
         self._source = _Merged(engine)
-        self.copies_weights = cache_of(cache, device=engine.process.device.type) != "blocks"
+        by_kernels = engine.process.device.type != "cpu" if kernels is None else kernels
+        self.copies_weights = not by_kernels
         self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
         self._step = -1  # policy step of the copy
@@ -54,7 +54,7 @@ class CachedRollouts:
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
         """As `Rollouts.turns`. One generator draws all turns and keeps keys and values of as many texts as it has slots.
 
-        Over slabs without `comm` draws may be made on another thread, while the engine steps. Raises ValueError for a model that the
+        With a copy of its own draws may be made on another thread, while the engine steps. Raises ValueError for a model that the
         inference engine does not support.
         """
         keys = requests.keys(seed=policy.seed, step=step)
@@ -133,16 +133,16 @@ class _Merged:
 
 @contextmanager
 def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generator]:
-    """Opens a generator with a block cache and the engine's own parameters, for `sequences` texts of up to `length` tokens.
+    """Opens a generator with kernels and the engine's own parameters, for `sequences` texts of up to `length` tokens.
 
     A collective call.
     """
     options = InferencePolicy(
-        max_sequences=min(_MOST_OVER_BLOCKS, sequences),
+        max_sequences=min(_MOST_ON_DEVICE, sequences),
         max_step_tokens=_STEP_TOKENS,
         max_model_len=length,
         device=str(engine.process.device),
-        cache="blocks",
+        kernels=True,
     )
     with engine.evaluating(), engine.zero.gathered():
         state = dict(_Merged(engine).full_parameters())
