@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-from ztk.deepspeed.config import optimizer
-from ztk.deepspeed.names import constants, lookup
 from ztk.deepspeed.optimizers.schedules import SCHEDULES, VALID_LR_SCHEDULES
 
 # (schedule, arguments, learning rates, beta1) of AdamW with lr=5e-3
@@ -260,17 +258,3 @@ def test_warm_ups_that_mean_nothing(name, arguments, message):
 def test_bounds_that_mean_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         SCHEDULES["OneCycle"](groups_of(1e-3), **arguments)
-
-
-def test_deepspeeds_words_for_keys_and_schedules():
-    """A configuration written with them is read, and each schedule stands under its own constant."""
-    words = lookup("runtime").lr_schedules
-    names = [words.LR_RANGE_TEST, words.ONE_CYCLE, words.WARMUP_LR, words.WARMUP_DECAY_LR, words.WARMUP_COSINE_LR]
-    assert sorted(names) == sorted(VALID_LR_SCHEDULES)
-    assert all(getattr(words, name) is SCHEDULES[name] for name in names)
-    arguments = {words.WARMUP_MAX_LR: 0.1, words.WARMUP_NUM_STEPS: 4, words.WARMUP_TYPE: words.WARMUP_LINEAR_RATE}
-    schedule = SCHEDULES[words.WARMUP_DECAY_LR](groups_of(1.0), **{words.TOTAL_NUM_STEPS: 8}, **arguments)
-    schedule.step(2)
-    assert schedule.get_last_lr() == [0.05]
-    keys = {key for table in optimizer.SCHEDULES.values() for key in table} - {"last_batch_iteration", "cycle_momentum"}
-    assert keys <= set(constants.SCHEDULES.values())

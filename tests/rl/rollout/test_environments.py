@@ -105,7 +105,7 @@ async def raising_later(self, answer):
         (raising, "step raised KeyError: 'no such tool', sample 0, turn 1, record {'id': 0}, answer 'a'"),
         (raising_later, "step raised KeyError: 'no such tool', sample 0, turn 1, record {'id': 0}, answer 'a'"),
         (lambda self, answer: 1.0, "step returned 1.0, sample 0, turn 1, record {'id': 0}: return observation, reward, done"),
-        (lambda self, answer: ("o", math.nan, True), "the reward is the number nan; it must be a finite number, or None"),
+        (lambda self, answer: ("o", math.nan, True), "the reward is a number that is not finite; it must be a finite number, or None"),
         (lambda self, answer: ("o", "1.0", True), "the reward is a str; it must be a finite number, or None"),
         (lambda self, answer: ("o", 1.0, "False"), "done is a str; it must be True or False"),
         (lambda self, answer: (None, 1.0, False), "return an observation as text or messages, or done=True"),

@@ -241,7 +241,7 @@ async def failing_later(completions):
         (lambda completions: ["good"], "returned 'good'"),
         (lambda completions: ["1.0"], "returned '1.0', a str"),
         (lambda completions: [torch.ones(1)], r"a Tensor of shape (1,)"),
-        (lambda completions: [10**400], "the number inf"),
+        (lambda completions: [10**400], "a number that is not finite"),
         (lambda completions: [1j], "a complex"),
         (lambda completions: [[1.0]], "a list"),
         (lambda prompt, answer, record: "1.0", "returned '1.0', a str"),

@@ -224,7 +224,10 @@ def test_answers_without_a_reward_are_left_out(ranks, tmp_path):
     [
         ("None", "RolloutStopped: step 1: the reward function returned None for every answer"),
         ("0 / 0", r"RewardError: the reward function score raised ZeroDivisionError: .* for prompt '\w+>', answer"),
-        ("float('nan')", "RewardError: the reward function score returned nan for prompt"),
+        (
+            "float('nan')",
+            "RewardError: the reward function score returned nan, a number that is not finite, for prompt",
+        ),
     ],
 )
 def test_a_reward_function_that_fails_stops_the_run(value, said, ranks, tmp_path):

@@ -129,7 +129,8 @@ def _cpu(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
     places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    return _written(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps, Scratch())
+    found = _written(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps, Scratch())
+    return found.clone(memory_format=torch.contiguous_format)  # the result of an op is no view of its input
 
 
 def _written(

@@ -87,7 +87,7 @@ def number_of(value: Any) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise TypeError(f"the number {number}")
+        raise TypeError("a number that is not finite")
     return number
 
 
