@@ -174,7 +174,6 @@ def test_one_command_per_sweep(tmp_path):
 
 def test_what_a_sweep_has_in_place_of_cfg_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run.py", "-m", "zero=stage0,stage3", "--cfg", "job"])
-    monkeypatch.setenv("ZTK_COMMAND", "run.py -m zero=stage0,stage3 --cfg job")
     with pytest.raises(
         ConfigError, match="-m and --cfg exclude each other: choose one; sweep.list=true shows the jobs"
     ):

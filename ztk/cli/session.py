@@ -94,6 +94,7 @@ class Session:
 
     def __init__(self) -> None:
         self.is_refused = False
+        self._command = shlex.join(sys.argv)
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
@@ -115,7 +116,7 @@ class Session:
         compose_and_run: the function under `hydra.main`, which calls `run_job` for every job.
         """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors propagate to this method instead of Hydra's printer
-        os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
+        os.environ["ZTK_COMMAND"] = self._command  # for env.json of the ranks
         if self._external is not None:
             for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(kind, signal.SIG_DFL)  # a rank may wait in a collective, where no handler runs
@@ -298,7 +299,7 @@ class Session:
         """Sets `sys.argv` for Hydra. Returns the text to print for --cfg job and --cfg all, or None to start a run."""
         if self._environment_fault:
             raise ConfigError([self._environment_fault])
-        arguments = restarted(sys.argv[1:], command=os.environ["ZTK_COMMAND"])
+        arguments = restarted(sys.argv[1:], command=self._command)
         if self._external:
             try:
                 arguments = self._external.arguments(arguments)
@@ -348,7 +349,7 @@ class Session:
         self._listing = line.options.list
         request = SweepRequest(
             options=line.options,
-            command=os.environ["ZTK_COMMAND"],
+            command=self._command,
             flags=line.own_flags,
             words=line.own_words,
             trusts=trusts,
@@ -506,7 +507,7 @@ class Session:
 
     def _remember(self, config: Config) -> None:
         if not self._sweeping:
-            remember_folder(config.output_dir, command=os.environ["ZTK_COMMAND"])
+            remember_folder(config.output_dir, command=self._command)
 
     def _write_failed(self, config: Config, *, error: str, status: Status = Status.failed) -> None:
         """Calls `write_failed_summary`. Its own error, as on a full disk, is printed and hides nothing."""
