@@ -99,9 +99,10 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
     """
     path, ema = config.inference.model, bool(config.inference.ema)
     if not streams_layers(config):
-        adapters, opened = _adapters(config), open_model(path, ema=ema)
-        policy = _calibrated(config, opened=opened)
-        return opened, Generator(opened.module, policy=policy, draft=_draft(config), adapters=adapters)
+        adapters = _adapters(config)
+        with opened_unread(path, ema=ema) as opened:
+            policy = _calibrated(config, opened=opened)
+            return opened, Generator(opened.module, policy=policy, draft=_draft(config), adapters=adapters)
     to = _packed_folder(config)
     try:
         options = {"calibration": config.inference.calibration, "on_packed": _say_packed}

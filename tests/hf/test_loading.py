@@ -22,13 +22,19 @@ def loaded(*, source: str) -> dict:
     from ztk.hf import loading
     from ztk.hf.slices import TensorSlice
 
-    sizes, count = [], TensorSlice._counted
-    TensorSlice._counted = lambda entry, values: sizes.append(values.nbytes) or count(entry, values)
+    sizes, read = [], TensorSlice.read
+
+    def counted(entry: TensorSlice, start: int, stop: int) -> torch.Tensor:
+        values = read(entry, start, stop)
+        sizes.append(values.nbytes)
+        return values
+
+    TensorSlice.read = counted
     keep = hf_config()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
     finally:
-        TensorSlice._counted = count
+        TensorSlice.read = read
     assert keep.is_zero3()
     in_memory = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     values = {}

@@ -1,12 +1,15 @@
 """Models packed from folders, one layer at a time, and opened without the model."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 
 from tests.inference.models import build, save_letters, save_llama
 from tests.inference.test_own_modules import build_other
-from ztk.config import compose, save
+from ztk.config import Machine, compose, save
+from ztk.experiments.answering import open_answering
 from ztk.inference import Generator, InferencePolicy, SamplingParams, packed, weights
 from ztk.serve import packing
 from ztk.serve.__main__ import main
@@ -48,6 +51,21 @@ def test_a_model_is_read_one_parameter_at_a_time(tmp_path):
             assert getattr(unread, name) == getattr(own, name)
         assert all(parameter.is_meta for parameter in unread.module.module.parameters())
         assert tokens(Generator(unread.module)) == tokens(Generator(own.module))
+
+
+def test_a_served_folder_is_neither_mapped_nor_open_afterwards(tmp_path):
+    """Pages of a mapping stay in memory next to the engine's weights."""
+    save_llama(tmp_path / "model")
+    config = compose(
+        "task=serve",
+        f"inference.model={tmp_path / 'model'}",
+        output_dir=str(tmp_path / "run"),
+        machine=Machine(gpus=0, cores=2),
+    )
+    _, generator = open_answering(config)
+    assert str(tmp_path / "model") not in Path("/proc/self/maps").read_text()
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path / "model") in str(link.resolve())]
+    assert tokens(generator)
 
 
 def test_experts_that_files_have_one_by_one_are_packed(tmp_path):

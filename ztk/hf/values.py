@@ -31,7 +31,8 @@ class FolderValues:
         Raises ValueError if the folder has no safetensors files, or if they lack a parameter or have it in another shape.
         """
         self._model, self._may_lack = model, may_lack
-        entries = SafetensorsSlices(_files(path)).__enter__()  # the files stay open, because buckets are filled later
+        self._files = SafetensorsSlices(_files(path))
+        entries = self._files.__enter__()  # the files stay open until `close`, because buckets are filled later
         self._targets = model.state_dict(keep_vars=True)
         self._mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
         self._plain, self._converted = names_in_model(
@@ -49,6 +50,10 @@ class FolderValues:
         if entry is None:
             return self._convert(name)[start:stop].float()
         return entry.read(start, stop).float()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.__exit__()
 
     def has(self, name: str) -> bool:
         """Returns whether the folder has this parameter."""

@@ -1,5 +1,6 @@
 """Packs the weights of a run, a checkpoint or a transformers model one layer at a time. The model is never in memory as a whole."""
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ztk.checkpoint.gguf.reading import model_folder
 from ztk.core.policies.inference import calibration_faults
 from ztk.core.policies.records import weight_files
+from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.data.documents import Fault, read_documents
 from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
@@ -135,7 +137,7 @@ def open_streamed(
 def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
     """Opens a model like `open_model`, but reads each parameter on access while the context is open.
 
-    A rank that needs a part of every layer thus never has the full model in memory. Adapters are merged first, with the model in memory.
+    The full model is thus never in memory next to the engine's weights. Adapters are merged first, with the model in memory.
     Packed weights, and models that cannot be read in this way, are opened as by `open_model`.
 
     Raises:
@@ -185,12 +187,14 @@ def _of_transformers(folder: Path) -> _Source:
     values.fill_buffers(module)
     state = _folder_state(module, values=values)
     _check(folder, state=state)
+    gc.collect()  # modules are in cycles, and the layers that were compared would add to the peak
+    return_freed_memory()
     text = [
         (file, file.name)
         for file in sorted(folder.iterdir())
         if file.suffix in _TEXT_FILES and not file.name.endswith(".index.json")
     ]
-    return _Source(name=folder.name, module=module, state=state, text=text)
+    return _Source(name=folder.name, module=module, state=state, text=text, close=values.close)
 
 
 def _folder_state(module: nn.Module, *, values: FolderValues) -> Parameters:
