@@ -144,6 +144,8 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
             )
         if word.startswith("launch.debug=") and not word.endswith("=null"):
             raise ValueError(f"{word}: needs a terminal, which a call has not; start `python run.py` in one")
+        if word in ("launch=slurm", "launch.starter=slurm"):
+            raise ValueError(f"{word}: submits a job and does not wait for it; use `python run.py {word} ...`")
         if word.startswith(_PLACES):
             raise ValueError(f"{word}: cannot be set here; pass folder=FOLDER instead")
     from ztk.config import check_doubled  # imported late because it imports Hydra

@@ -59,7 +59,7 @@ def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None 
     recorded = [f"{key}={value}" for key, value in recorded_words(folder / "overrides.json").items()]
     code = code_words(recorded, folders=extra_folders([*flags]))
     words = [*flags, *code, f"checkpoint.resume={_value(path)}", f"hydra.run.dir={_value(path)}"]
-    started = {None: "", "torchrun": "torchrun ... ", "srun": "srun ... "}[starter]
+    started = f"{starter} ... " if starter else ""
     return f"{started}{_program(started=bool(starter))} {shlex.join(words)}"
 
 

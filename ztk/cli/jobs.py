@@ -21,7 +21,13 @@ _SPEEDS = {  # column -> key of a summary, and its text; shown if a job has it
     "MFU": ("mfu", "{:.1%}".format),
     "HFU": ("hfu", "{:.1%}".format),
 }
-_STYLES = {Status.done: "green", Status.pending: "dim", Status.does_not_fit: "yellow", Status.running: "cyan"}
+_STYLES = {
+    Status.done: "green",
+    Status.pending: "dim",
+    Status.submitted: "cyan",
+    Status.does_not_fit: "yellow",
+    Status.running: "cyan",
+}
 
 
 class Outcome(IntEnum):
@@ -33,7 +39,12 @@ class Outcome(IntEnum):
     interrupted = 130
 
 
-_CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused, Status.interrupted: Outcome.interrupted}
+_CODES = {
+    Status.done: Outcome.done,
+    Status.submitted: Outcome.done,
+    Status.refused: Outcome.refused,
+    Status.interrupted: Outcome.interrupted,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import functools
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
 from ztk.cli.recorded import check_job
+from ztk.cli.submission import submit_run
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
@@ -58,6 +60,7 @@ from ztk.core.launch import (
 from ztk.core.launch.output import lasting_output
 from ztk.core.launch.signals import raise_noted
 from ztk.core.policies.ending import ENDING
+from ztk.core.policies.launch import Starter
 from ztk.core.policies.runs import AUTO
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.owner import FolderBusy, RunOwner, token_of
@@ -74,6 +77,7 @@ _SELF_EXPLAINING = {"", "ValueError", "DiskError", "SaveFailed", "FileNotFoundEr
 _COMPLETION = {"-sc", "--shell-completion"}
 _REFUSAL_SECONDS = 60.0  # for the other ranks of a launcher to read rank 0's refusal
 _SEEN_SECONDS = 10.0
+_DRY_RUN = {"--dry-run": "launch.dry_run=true"}  # as sbatch's users type it
 _FOLDER = os.path.join("outputs", "DATE", "TIME")  # placeholder for a run that is shown but not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
@@ -187,7 +191,9 @@ class Session:
             config = compose()
             if self._sweeping:
                 check_job(config, folder=folder)
-            if self._external is not None and self._external.rank != 0:
+            if config.launch.starter is Starter.slurm:
+                status = self._submit(config, overrides=overrides)
+            elif self._external is not None and self._external.rank != 0:
                 status = self._be_rank(config)
             else:
                 with self._owned(folder) as owner:
@@ -295,11 +301,37 @@ class Session:
             else self._be_rank(config, owner=owner, is_done=settled.is_done)
         )
 
+    def _submit(self, config: Config, *, overrides: tuple[str, ...]) -> Status:
+        """Submits the run as a job of Slurm, after the checks that its ranks repeat."""
+        folder = Path(config.output_dir)
+        if self._external is not None:
+            raise ConfigError(
+                [
+                    f"launch=slurm submits a job, and {self._external.starter} has started this rank: leave launch=slurm out"
+                ]
+            )
+        submits = functools.partial(
+            submit_run, config, words=overrides, flags=self._flags, say=self._say, show=self._print
+        )
+        if config.launch.dry_run:
+            submits()
+            _remove_if_empty(folder)
+            return Status.submitted
+        with self._owned(folder):
+            if not config.overwrites:  # the job replaces the run when it starts
+                settled = settle_folder(config, is_restart=self._sweeping, continued=lambda: config)
+                if settled.is_done:
+                    self._say(*settled.lines)
+                    return Status.done
+            self._say(*config.notes)
+            submits()
+        return Status.submitted
+
     def _prepare_arguments(self) -> str | None:
         """Sets `sys.argv` for Hydra. Returns the text to print for --cfg job and --cfg all, or None to start a run."""
         if self._environment_fault:
             raise ConfigError([self._environment_fault])
-        arguments = restarted(sys.argv[1:], command=self._command)
+        arguments = restarted([_DRY_RUN.get(word, word) for word in sys.argv[1:]], command=self._command)
         if self._external:
             try:
                 arguments = self._external.arguments(arguments)

@@ -18,6 +18,7 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
+from ztk.config.keys import named_by
 from ztk.config.named_code import check_named_code, code_words, folder_names_code
 from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share, target_of
@@ -75,6 +76,7 @@ __all__ = [
     "job_hash",
     "join_folders",
     "load",
+    "named_by",
     "on_fewer_ranks",
     "only_resume",
     "open_environments",

@@ -13,10 +13,11 @@ from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.inference import ONLY_NVME, device_faults
 from ztk.core.policies.key import written
+from ztk.core.policies.launch import DeviceName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
-from ztk.core.policies.train import DeviceName, LoggerMode
+from ztk.core.policies.train import LoggerMode
 
 _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),

@@ -36,6 +36,7 @@ from ztk.config.text_rules import follow_tokenizer
 from ztk.core.launch import quoted
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.launch import computing_machine
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.runs import ANSWERING, OVERWRITE, draws, is_own, reports_mfu, times_kernels
 from ztk.core.policies.suggest import did_you_mean
@@ -114,6 +115,7 @@ def to_config(
     except OmegaConfBaseException as error:
         raise refusal(error, overrides=overrides) from None
     config.own, config.user, config.overwrites = own, user, overwrites
+    machine = computing_machine(config.launch, machine=machine)
     config.given = _given(config, overrides=overrides, options=options)
     chooses_data = "data" in map(named_by, overrides)
     if config.data.path is not None and config.data.name is DataName.stdlib and not chooses_data:

@@ -26,6 +26,7 @@ from ztk.core.policies import layout, offload, schedule
 from ztk.core.policies.compact import compact_faults
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.launch import Starter, ranks_per_node
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.runs import (
@@ -252,7 +253,12 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
     device = device_of(config, machine=machine)
     if config.task.name == PLAN:
         return  # a plan starts no ranks
-    if machine.started_ranks and launch.ranks not in (None, machine.started_ranks):
+    if launch.starter is Starter.slurm and launch.ranks not in (None, machine.started_ranks):
+        yield (
+            f"launch.ranks={launch.ranks}: {launch.nodes} nodes with {ranks_per_node(launch)} ranks each have {machine.started_ranks}; leave "
+            "launch.ranks out, or change launch.nodes and launch.ranks_per_node"
+        )
+    elif machine.started_ranks and launch.ranks not in (None, machine.started_ranks):
         yield (
             f"launch.ranks={launch.ranks} has no effect on the {machine.started_ranks} ranks that are already started: "
             "leave it out, or start by `python run.py`"

@@ -14,6 +14,7 @@ from ztk.core.policies.records import replace_file
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
 PACKED = ".packed"  # temporary packed weights; removed after the run, or by the next command if the run was killed
+JOB = "slurm.json"  # the job that this run was submitted as
 OPTIONS = "options.json"  # group -> chosen option, including groups that the command line does not name
 
 

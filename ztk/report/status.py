@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ztk.report.folder import METRICS, SUMMARY
+from ztk.report.folder import JOB, METRICS, SUMMARY
 from ztk.report.heartbeat import HEARTBEAT, is_alive, read_heartbeat
 
 INTERRUPTED = "interrupted"  # the recorded error of a run that Ctrl-C or a signal ended
@@ -24,6 +24,7 @@ class Status(StrEnum):
     """The state of a run."""
 
     pending = "pending"  # has not started
+    submitted = "submitted"  # as a job of Slurm, which has not started it
     running = "running"  # its process is alive
     dead = "dead"  # started, and its process ended without a summary
     done = "done"
@@ -60,7 +61,9 @@ def read_status(folder: str | os.PathLike) -> Status:
         # Earlier versions recorded an interrupt as a failure.
         return Status.interrupted if status is Status.failed and summary.get("error") == INTERRUPTED else status
     started = any((path / name).exists() for name in (METRICS, HEARTBEAT, "config.yaml"))
-    return Status.dead if started else Status.pending
+    if started:
+        return Status.dead
+    return Status.submitted if (path / JOB).exists() else Status.pending
 
 
 def read_summary(folder: str | os.PathLike) -> dict[str, Any]:

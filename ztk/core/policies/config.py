@@ -12,6 +12,7 @@ from ztk.core.policies.ema import EmaConfig
 from ztk.core.policies.evaluation import EvalConfig
 from ztk.core.policies.hardware import HardwareConfig
 from ztk.core.policies.inference import InferenceConfig, SamplingConfig, ServeConfig
+from ztk.core.policies.launch import LaunchConfig
 from ztk.core.policies.model import LoraConfig, ModelConfig
 from ztk.core.policies.offload import OffloadConfig
 from ztk.core.policies.optimizer import OptimizerConfig
@@ -30,7 +31,7 @@ from ztk.core.policies.rollout import (
 )
 from ztk.core.policies.schedule import SchedulerConfig
 from ztk.core.policies.topology import TopologyConfig
-from ztk.core.policies.train import CheckpointConfig, KernelsConfig, LaunchConfig, LoggerConfig, TaskConfig, TrainConfig
+from ztk.core.policies.train import CheckpointConfig, KernelsConfig, LoggerConfig, TaskConfig, TrainConfig
 from ztk.core.policies.zero import ZeroConfig
 
 

@@ -34,14 +34,6 @@ class LoggerMode(StrEnum):
     disabled = "disabled"
 
 
-class DeviceName(StrEnum):
-    """launch.device: the device of the ranks."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 class Evaluated(StrEnum):
     """train.evaluate: the weights used for held-out losses and the text sample."""
 
@@ -50,7 +42,7 @@ class Evaluated(StrEnum):
 
 
 MOST_SECONDS = 31_536_000  # a year
-_DAY, _YEAR = Range(low=0, high=86_400, above=True), Range(low=0, high=MOST_SECONDS, above=True)
+_DAY, YEAR = Range(low=0, high=86_400, above=True), Range(low=0, high=MOST_SECONDS, above=True)
 _TRAINS = When("tasks that train, such as task=pretrain", lambda config, machine: trains(config))
 _EVALUATES = When(
     "data=stdlib, files, chat, preferences or own data, and without train.quick",
@@ -83,13 +75,6 @@ _RANKS = When(
 )
 _LOGS = When("logger=offline, online, tensorboard or csv", lambda config, machine: config.logger.mode != "disabled")
 _TO_WANDB = When("logger=offline or online", lambda config, machine: config.logger.mode in ("offline", "online"))
-_STARTS = When(
-    "python run.py; torchrun starts ranks again by itself, with --max-restarts",
-    lambda config, machine: not machine.started_ranks,
-)
-_ELASTIC = When(
-    "launch.elastic=true", lambda config, machine: bool(config.launch.elastic) and not machine.started_ranks
-)
 
 
 def _until_loss(config: "Config") -> Iterator[str]:
@@ -214,30 +199,6 @@ def _timed(config: "Config") -> Iterator[str]:
         yield f"{asked} times ztk's operations and kernels=reference uses none: use kernels=auto, or kernels.log_every=0"
 
 
-def _elastic(config: "Config") -> Iterator[str]:
-    launch = config.launch
-    if launch.elastic and not config.checkpoint.every and config.task.name != "plan":
-        yield (
-            "launch.elastic=true cannot continue without checkpoints: use checkpoint=periodic, or checkpoint.every=N"
-        )
-    if launch.elastic and aligns(config):
-        yield f"launch.elastic=true: task={config.task.name} does not go on with fewer ranks by itself; use launch.elastic=false"
-
-
-def _debug(config: "Config") -> Iterator[str]:
-    launch = config.launch
-    if launch.debug is not None and "launch.timeout_seconds" in config.given:
-        yield "launch.timeout_seconds: a rank in a debugger stops for any time, so launch.debug has no time limit; leave one of them out"
-    if launch.debug is not None and launch.elastic:
-        yield "launch.debug: launch.elastic starts ranks again, which have no terminal; leave one of them out"
-
-
-def _min_ranks(config: "Config") -> Iterator[str]:
-    launch = config.launch
-    if launch.elastic and launch.ranks and launch.min_ranks and launch.min_ranks > launch.ranks:
-        yield f"launch.min_ranks={launch.min_ranks} with launch.ranks={launch.ranks}: use launch.min_ranks={launch.ranks}"
-
-
 @dataclass(kw_only=True)
 class TaskConfig:
     """The program that every rank runs."""
@@ -283,7 +244,7 @@ class TrainConfig:
     )
     max_seconds: float | None = key(
         "seconds of training after which the run ends, counted from this start; the current step is finished; null: no limit",
-        range=_YEAR,
+        range=YEAR,
         acts=tasks("pretrain"),
         optional=True,
         changes=Changes.experiment,
@@ -443,37 +404,4 @@ class LoggerConfig:
         range=COUNT,
         acts=_LOGS,
         contradicts=_logged,
-    )
-
-
-@dataclass(kw_only=True)
-class LaunchConfig:
-    """The ranks of a run. Under torchrun or srun they exist already, and only threads, timeout_seconds and device apply."""
-
-    changes: ClassVar = Changes.nothing
-
-    ranks: int | None = key(
-        "number of ranks; null: as the topology requires, else one per GPU, two without a GPU",
-        range=Range(low=1, high=65_536),
-    )
-    threads: int | None = key(
-        "CPU threads per rank; null: OMP_NUM_THREADS, else the cores divided by the ranks",
-        range=Range(low=1, high=4096),
-    )
-    timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=_YEAR)
-    device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any", default=MISSING)
-    elastic: bool | None = key(
-        "when ranks are killed, continue with the others from the latest checkpoint, with the same global batch",
-        acts=_STARTS,
-        contradicts=_elastic,
-    )
-    debug: int | None = key(
-        "rank that has the terminal, for breakpoint() and pdb; the other ranks write to ranks/, and no collective waits in vain",
-        range=Range(low=0, high=65_535),
-        optional=True,
-        acts=_STARTS,
-        contradicts=_debug,
-    )
-    min_ranks: int | None = key(
-        "fewest ranks to continue with", range=Range(low=1, high=65_536), acts=_ELASTIC, contradicts=_min_ranks
     )

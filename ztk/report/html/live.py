@@ -14,7 +14,7 @@ from ztk.report.status import Status, read_status
 from ztk.report.sweep import SWEEP
 
 SECONDS = 10.0
-_UNFINISHED = (Status.pending.value, Status.running.value)
+_UNFINISHED = (Status.pending.value, Status.submitted.value, Status.running.value)
 
 
 def follow(
