@@ -51,6 +51,7 @@ LONG = (
     "tests/planner/test_search.py::test_layouts_of_a_model_of_transformers_are_ranked",
     "tests/planner/test_search.py::test_the_program_ranks_and_writes",
     "tests/planner/test_search.py::test_the_state_of_a_layout_is_never_estimated_too_high",
+    "tests/report/test_machine.py::test_two_ranks_train_with_each_launcher",
     "tests/report/test_tracker.py::test_tensorboard_has_the_rows_of_the_run_also_after_it_was_resumed",
     "tests/scripts/test_published_runs.py::test_torchtitans_runs_take_as_long_as_planned",
     "tests/test_examples.py::test_a_run_resumes_under_another_layout",

@@ -305,7 +305,7 @@ def test_the_page_cache_of_a_control_group_is_free_memory(tmp_path, monkeypatch)
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{files + (1 << 20)}\n")
     (tmp_path / "memory.stat").write_text(f"anon {1 << 20}\ninactive_file {files - 4096}\nactive_file 4096\n")
-    monkeypatch.setattr("ztk.inference.capacity._GROUP", tmp_path)
+    monkeypatch.setattr("ztk.core.runtime.system_memory.CONTROL_GROUP", tmp_path)
     assert free_memory() == int(0.8 * (63 << 20))
 
 

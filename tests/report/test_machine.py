@@ -1,6 +1,7 @@
 """`python -m ztk.report` lists the features that this machine can run."""
 
 import importlib.metadata
+import socket
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from ztk.kernels import ALL_OPS
 from ztk.report import machine
 from ztk.report.__main__ import main
 from ztk.report.machine import Section, describe_machine, render
+from ztk.zero.offload.probe import Filesystem
 
 
 def rows(sections: list[Section]) -> dict[str, str]:
@@ -48,6 +50,45 @@ def test_faults_name_the_fix(monkeypatch, tmp_path):
     text = render(describe_machine(folder=tmp_path, runs_ops=False))
     assert "[WARNING] offload.nvme_path: no direct I/O" in text and "asynchronous direct I/O ..... no" in text
     assert "[WARNING] /dev/shm is small" in text and "--run_ops runs each of them once" in text
+
+
+def test_what_a_cluster_lacks_is_named_with_the_fix(monkeypatch, tmp_path):
+    def unknown(name):
+        raise socket.gaierror("no address")
+
+    (tmp_path / "memory.max").write_text("2000000000\n")
+    (tmp_path / "memory.current").write_text("500000000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 1\nactive_file 2\n")
+    monkeypatch.setattr("ztk.core.runtime.system_memory.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    monkeypatch.setattr(machine, "probe_folder", lambda path, *, direct: Filesystem(kind="nfs4", free_bytes=1))
+    sections = describe_machine(folder=tmp_path, runs_ops=False)
+    text = render(sections)
+    assert "has no address" in text and "add it to /etc/hosts" in text
+    assert "lies on nfs4, a disk across the network: offloading needs a disk of the machine" in text
+    assert rows(sections)["limit of the container"] == "2.00 GB, 1.50 GB left"
+
+
+def test_a_version_that_was_not_tested_is_shown(monkeypatch, tmp_path):
+    (tmp_path / "tested").write_text("# set\neinops==0.0.1\ntorch==" + torch.__version__.partition("+")[0])
+    monkeypatch.setattr(machine, "_TESTED", tmp_path / "tested")
+    found = rows(describe_machine(folder=tmp_path, runs_ops=False))
+    assert found["einops"].endswith("; the tests run with 0.0.1") and found["torch"] == torch.__version__
+
+
+def test_a_launcher_whose_ranks_fail_is_named_with_its_last_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "_COMMAND", "import sys; sys.exit('no such device')")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--folder", str(tmp_path), "--run"]) == 1
+    out = capsys.readouterr().out
+    assert "[WARNING] two ranks do not train with ztk: no such device\n" in out
+    assert "torchrun .................... not installed" in out and "read per second" in out
+
+
+def test_two_ranks_train_with_each_launcher(tmp_path, capsys):
+    assert main(["--folder", str(tmp_path), "--run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("two ranks trained in") >= 2 and "unequal" not in out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ztk.calibrate.steps import curves_of_steps, operation_latency
 from ztk.calibrate.timing import seconds_of_call
 from ztk.core.policies.hardware import Hardware
 from ztk.core.runtime import Process
-from ztk.core.runtime.system_memory import machine_memory, process_memory
+from ztk.core.runtime.system_memory import machine_memory, memory_limit, process_memory
 from ztk.nn.linear import linear
 from ztk.zero.offload.disk import DiskFile
 from ztk.zero.offload.pool import AlignedRegion
@@ -23,7 +23,6 @@ from ztk.zero.offload.probe import probe_folder
 
 IO_THREADS, IO_BLOCK, IO_BYTES = 4, 8 << 20, 256 << 20
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 10, 1 << 23  # elements of float32
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # How each number is measured; written as `sources` of the file.
 METHODS = {
@@ -107,9 +106,8 @@ def _memory(process: Process) -> dict[str, float]:
 
 
 def _main_memory() -> int:
-    total = machine_memory()["MemTotal"]
-    limit = _LIMIT.read_text().strip() if _LIMIT.is_file() else "max"
-    return total if limit == "max" else min(total, int(limit))
+    total, limit = machine_memory()["MemTotal"], memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def _matrix_rate(process: Process, *, dtype: torch.dtype) -> float:

@@ -19,11 +19,10 @@ A sequence that is too long for all blocks together is refused before it waits.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from ztk.core.runtime.system_memory import machine_memory
+from ztk.core.runtime.system_memory import available_memory
 from ztk.inference.base import Model
 from ztk.inference.cache import block_bytes
 from ztk.inference.describe import Description
@@ -38,7 +37,6 @@ USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
 _BESIDE_BLOCKS = 0.2  # of the free memory
-_GROUP = Path("/sys/fs/cgroup")
 _SHARE = 0.8  # of the free memory: the rest is for uncounted allocations, and on a GPU for a step
 _INNER_COPIES, _WIDTH_COPIES = (
     3,
@@ -248,20 +246,8 @@ def free_device_memory(device: torch.device) -> int:
 
 
 def free_memory() -> int:
-    """Default number of bytes for a plan: 80 % of the free memory, or of the rest up to the control group's limit.
-
-    The page cache counts as free in both: a model that was just read or packed fills it.
-    """
-    free = machine_memory()["MemAvailable"]
-    try:
-        limit = (_GROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            held = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-            cached = int(held["inactive_file"]) + int(held["active_file"])
-            free = min(free, int(limit) - int((_GROUP / "memory.current").read_text()) + cached)
-    except OSError:
-        pass  # no control group, or one of the first version: use the machine's own number
-    return int(_SHARE * free)
+    """Default number of bytes for a plan: 80 % of the memory that is available to this process."""
+    return int(_SHARE * available_memory())
 
 
 def _split(sizes: Sizes, *, budget: int, count: int, rows: int) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Reports on this machine and on runs.
 
-python -m ztk.report [--folder PATH] [--run_ops]
-    Describes this machine, like ds_report. The exit code is 1 if an op does not run.
+python -m ztk.report [--folder PATH] [--run_ops] [--run]
+    Describes this machine, like ds_report, and what to do about each line that is not right. The exit code is 1 if an op or a run fails.
 python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]
     Compares arms of experiments with a baseline.
 python -m ztk.report html FOLDER [--to FILE] [--live [SECONDS]]
@@ -11,18 +11,22 @@ python -m ztk.report profile RUN [--rank RANK]
 """
 
 import argparse
+import re
 import sys
+
+from ztk.core.launch.output import lasting_output
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Describes this machine, compares runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"compare": _compare, "html": _html, "profile": _profile}
-    try:
-        return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    with lasting_output():
+        try:
+            return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
 
 
 def _machine(words: list[str]) -> int:
@@ -36,10 +40,11 @@ def _machine(words: list[str]) -> int:
     )
     parser.add_argument("--folder", default=".", help="where offload files would be stored (default: here)")
     parser.add_argument("--run_ops", action="store_true", help="run every op once; on a GPU this compiles them")
+    parser.add_argument("--run", action="store_true", help="measure the disk, and train two ranks with each launcher")
     given = parser.parse_args(words)
-    sections = describe_machine(folder=given.folder, runs_ops=given.run_ops)
+    sections = describe_machine(folder=given.folder, runs_ops=given.run_ops, runs=given.run)
     print(render(sections))
-    return int(any("does not run" in fault for section in sections for fault in section.faults))
+    return int(any(re.search("do(es)? not (run|train)", fault) for section in sections for fault in section.faults))
 
 
 def _compare(words: list[str]) -> int:

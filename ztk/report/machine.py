@@ -1,10 +1,20 @@
-"""Describes this machine: versions, devices, ops, communication, direct I/O, memory, disk. `python -m ztk.report` prints it."""
+"""Describes this machine and what to do about each line that is not right. `python -m ztk.report` prints it, like ds_report.
+
+With `--run` it also measures the disk and starts a tiny run of two ranks with every launcher that is installed.
+"""
 
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ztk.core.runtime.system_memory import machine_memory
+from ztk.core.runtime.system_memory import available_memory, machine_memory, memory_limit
 from ztk.kernels import ALL_OPS, OpSpec
 from ztk.report.environment import device_name, version
 from ztk.report.units import format_bytes
+from ztk.zero.offload.disk import DiskFile
+from ztk.zero.offload.pool import AlignedRegion
 from ztk.zero.offload.probe import probe_folder
 
 _PACKAGES = (
@@ -24,6 +36,12 @@ _PACKAGES = (
 )
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 512 * 2**20
+_TESTED = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
+_NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "fuse.sshfs", "9p")
+_BLOCK_BYTES, _FILE_BYTES = 8 << 20, 256 << 20
+_RUN_SECONDS = 300
+_COMMAND = "import sys; from ztk.cli import main; sys.argv[0] = 'ztk'; sys.exit(main())"
+_TINY = ("model=nano", "zero=stage3", "train.steps=2", "data=synthetic", "launch.device=cpu", "logger=disabled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +53,11 @@ class Section:
     faults: tuple[str, ...] = ()
 
 
-def describe_machine(*, folder: str | os.PathLike, runs_ops: bool) -> list[Section]:
-    """Describes this machine in sections. folder: location of offload files. runs_ops: runs every op once, which compiles it on a GPU."""
-    return [_versions(), _devices(), _ops(runs_ops), _communication(), _storage(folder), _memory()]
+def describe_machine(*, folder: str | os.PathLike, runs_ops: bool, runs: bool = False) -> list[Section]:
+    """Describes this machine in sections. folder: location of offload files. runs_ops: runs every op once, which compiles it on a GPU. runs:
+    measures the disk and starts a tiny run with each launcher, which takes about a minute."""
+    sections = [_versions(), _devices(), _ops(runs_ops), _communication(), _storage(folder, measures=runs), _memory()]
+    return [*sections, _launchers(runs=runs)]
 
 
 def render(sections: Iterable[Section]) -> str:
@@ -52,11 +72,22 @@ def render(sections: Iterable[Section]) -> str:
 
 def _versions() -> Section:
     rows = [("python", platform.python_version())]
-    rows += [(package, version(package) or "not installed") for package in _PACKAGES]
+    tested = dict(line.split("==") for line in _lines(_TESTED) if "==" in line)
+    for package in _PACKAGES:
+        own = version(package)
+        other = tested.get(package, own)
+        differs = own is not None and own.partition("+")[0] != (other or "").partition("+")[0]
+        rows.append(
+            (package, "not installed" if own is None else f"{own}; the tests run with {other}" if differs else own)
+        )
     rows += [("ztk lies in", str(Path(__file__).parents[1])), ("torch lies in", str(Path(torch.__file__).parent))]
     other = _deepspeed()
     rows.append(("the name deepspeed", other))
     return Section(title="Versions", rows=tuple(rows))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []
 
 
 def _deepspeed() -> str:
@@ -74,6 +105,10 @@ def _devices() -> Section:
     rows = [("processor", f"{device_name(cpu)}, {os.cpu_count()} cores")]
     rows.append(("vector instructions", torch.backends.cpu.get_cpu_capability()))
     faults = []
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    rows.append(("C compiler", compiler or "none"))
+    if compiler is None and torch.cuda.is_available():
+        faults.append("there is no C compiler, with which Triton builds its launchers: apt install gcc python3-dev")
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         rows.append(("GPU", "none" if built else "none: this torch is built for CPUs only"))
@@ -121,7 +156,25 @@ def _communication() -> Section:
         ("gloo", "yes" if dist.is_gloo_available() else "no"),
         ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "no"),
     ]
-    faults = []
+    name, faults = socket.gethostname(), []
+    try:
+        rows.append(("address of this host", f"{name}, {socket.gethostbyname(name)}"))
+    except OSError:
+        rows.append(("address of this host", f"{name}, unknown"))
+        faults.append(
+            f"the name {name} has no address, and ranks of several machines find each other by names: add it to /etc/hosts"
+        )
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            rows.append(("connection to itself", "yes"))
+    except OSError as error:
+        rows.append(("connection to itself", "no"))
+        faults.append(
+            f"ranks cannot connect to 127.0.0.1 ({error.strerror or error}): allow connections of this host to itself"
+        )
     if _SHARED_MEMORY.is_dir():
         space = shutil.disk_usage(_SHARED_MEMORY)
         rows.append(("shared memory (/dev/shm)", f"{format_bytes(space.free)} of {format_bytes(space.total)} free"))
@@ -134,16 +187,39 @@ def _communication() -> Section:
     return Section(title="Communication", rows=tuple(rows), faults=tuple(faults))
 
 
-def _storage(folder: str | os.PathLike) -> Section:
+def _storage(folder: str | os.PathLike, *, measures: bool) -> Section:
     path, faults = Path(folder).resolve(), []
     rows = [("folder", str(path)), ("free on its disk", format_bytes(shutil.disk_usage(path).free))]
     try:
         kind = probe_folder(path, direct=True).kind or "its filesystem"
         rows.append(("asynchronous direct I/O", f"yes, on {kind}: offload_optimizer.device=nvme may use it"))
+        if kind in _NETWORK_DISKS:
+            faults.append(f"{path} lies on {kind}, a disk across the network: offloading needs a disk of the machine")
+        if measures:
+            rows += _disk_rates(path)
     except ValueError as error:
         rows.append(("asynchronous direct I/O", "no"))
         faults.append(str(error))
     return Section(title="Disk for offloading (choose another with --folder)", rows=tuple(rows), faults=tuple(faults))
+
+
+def _disk_rates(folder: Path) -> list[tuple[str, str]]:
+    """Writes and reads a file with direct I/O, one request at a time. A run has several under way and may be faster."""
+    region = AlignedRegion(nbytes=_BLOCK_BYTES, pin=False)
+    disk = DiskFile(folder / f"ztk-report-{uuid.uuid4().hex}", direct=True)
+    rows = []
+    try:
+        disk.preallocate(offset=0, nbytes=_FILE_BYTES)
+        for name, move in (("written", disk.write), ("read", disk.read)):
+            started = time.perf_counter()
+            for offset in range(0, _FILE_BYTES, _BLOCK_BYTES):
+                move(region.bytes, offset=offset)
+            rate = _FILE_BYTES / (time.perf_counter() - started)
+            rows.append((f"{name} per second", f"{format_bytes(rate)}, one request at a time"))
+    finally:
+        disk.close()
+        region.close()
+    return rows
 
 
 def _memory() -> Section:
@@ -151,6 +227,51 @@ def _memory() -> Section:
     if found := machine_memory():
         rows.append(("main memory", f"{format_bytes(found['MemAvailable'])} of {format_bytes(found['MemTotal'])} free"))
         rows.append(("swap", f"{format_bytes(found['SwapFree'])} of {format_bytes(found['SwapTotal'])} free"))
+        if (limit := memory_limit()) is not None:
+            rows.append(("limit of the container", f"{format_bytes(limit)}, {format_bytes(available_memory())} left"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     rows.append(("lockable by a process", "all" if locked == resource.RLIM_INFINITY else format_bytes(locked)))
     return Section(title="Memory", rows=tuple(rows))
+
+
+def _launchers(*, runs: bool) -> Section:
+    """The launchers that are installed. runs: starts two ranks with each; all must have the same losses."""
+    start = [sys.executable, "-c", _COMMAND]
+    commands = {
+        "ztk": [*start, "launch.ranks=2"],
+        "torchrun": ["torchrun", "--nproc-per-node=2", "--no-python", *start],
+    }
+    if "SLURM_JOB_ID" in os.environ:  # srun outside of a job would wait for one
+        commands["srun"] = ["srun", "--ntasks=2", "--overlap", *start]
+    rows, faults, digests = [], [], {}
+    for name, command in commands.items():
+        if name != "ztk" and shutil.which(command[0]) is None:
+            rows.append((name, "not installed"))
+        elif not runs:
+            rows.append((name, "installed"))
+        else:
+            digests[name], seconds, error = _tiny_run(command)
+            rows.append((name, "failed" if error else f"two ranks trained in {seconds:.0f} s"))
+            if error:
+                faults.append(f"two ranks do not train with {name}: {error}")
+    rows.append(("sbatch", "installed: launch=slurm submits jobs" if shutil.which("sbatch") else "not installed"))
+    if len(set(digests.values()) - {None}) > 1:
+        faults.append(f"the launchers' runs have unequal losses ({digests}): please report it")
+    title = "Launchers" + ("" if runs else "; --run starts two ranks with each of them")
+    return Section(title=title, rows=tuple(rows), faults=tuple(faults))
+
+
+def _tiny_run(command: list[str]) -> tuple[str | None, float, str]:
+    """The digest of the losses, the seconds of the command, and its last line of output if it failed."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*command, *_TINY, f"hydra.run.dir={folder}/run"]
+        try:
+            done = subprocess.run(words, check=False, cwd=folder, capture_output=True, text=True, timeout=_RUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None, _RUN_SECONDS, f"it did not end within {_RUN_SECONDS} s"
+        summary = Path(folder, "run", "summary.json")
+        if done.returncode or not summary.is_file():
+            lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            return None, 0.0, lines[-1].strip() if lines else f"exit code {done.returncode}"
+        return json.loads(summary.read_text())["loss_digest"], time.perf_counter() - started, ""

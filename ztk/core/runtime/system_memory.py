@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+
 
 def machine_memory() -> dict[str, int]:
     """Memory of the machine: `MemTotal`, `MemAvailable` (available to a new program), `SwapFree` and others. Empty on other systems."""
@@ -14,6 +16,26 @@ def process_memory() -> dict[str, int]:
     if found:
         found["VmHWM"] = max(found["VmHWM"], found["VmRSS"])  # the kernel updates it late
     return found
+
+
+def memory_limit() -> int | None:
+    """The limit of this process's control group, such as a container's or a Slurm job's. None without one, or with version 1."""
+    file = CONTROL_GROUP / "memory.max"
+    text = file.read_text().strip() if file.is_file() else "max"
+    return None if text == "max" else int(text)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or the rest up to the control group's limit.
+
+    The page cache counts as free in both: a model that was just read or packed fills it.
+    """
+    free, limit = machine_memory()["MemAvailable"], memory_limit()
+    if limit is None:
+        return free
+    held = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+    cached = int(held["inactive_file"]) + int(held["active_file"])
+    return min(free, limit - int((CONTROL_GROUP / "memory.current").read_text()) + cached)
 
 
 def _read(path: Path) -> dict[str, int]:
