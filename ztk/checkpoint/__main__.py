@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 
-from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.errors import describe as describe_error
@@ -19,6 +18,7 @@ from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.gguf.writing import KINDS, export_gguf
 from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
+from ztk.core.precision.names import DTYPES
 
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DIR = "a checkpoint, a folder of checkpoints, a run folder, or a folder of tags written by a DeepSpeed script"

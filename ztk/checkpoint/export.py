@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.architecture import adapter_view, is_turned, merges, scale_of, transformers_view
-from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
 from ztk.checkpoint.groups import torch_param_groups
@@ -28,6 +27,7 @@ from ztk.checkpoint.sources import RANGE_ELEMENTS, SafetensorsSource, load_plain
 from ztk.checkpoint.tensorfile import TensorSpec, check_tensors, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all, states_of_parameters
 from ztk.core.policies.records import run_folder, weight_files
+from ztk.core.precision.names import DTYPES
 from ztk.data.subword import read_settings, token_text
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE

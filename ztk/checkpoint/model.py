@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import TensorInfo
+from ztk.core.precision.names import DTYPE_NAMES
 from ztk.kernels import State
 from ztk.train.engine import Engine
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPE_NAMES
 from ztk.checkpoint.manifest import BUFFER, OPTIMIZER, RNG, Entry, StateFile
 from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.checkpoint.torch_optimizer import pack_whole
+from ztk.core.precision.names import DTYPE_NAMES
 from ztk.core.runtime import Tier
 from ztk.core.runtime.part import Part
 from ztk.optim import WholeStep

@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums
+from ztk.checkpoint.bits import BlockChecksums
 from ztk.checkpoint.errors import CheckpointError
+from ztk.core.precision.names import DTYPE_NAMES
 from ztk.core.runtime.host_memory import view_bytes
 
 COPY_BYTES = 16 << 20  # bytes per copy from an accelerator to the host

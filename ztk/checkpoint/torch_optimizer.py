@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPE_NAMES, DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import OPTIMIZER, Manifest
 from ztk.checkpoint.reader import StateReader
+from ztk.core.precision.names import DTYPE_NAMES, DTYPES
 from ztk.optim import TorchStep, WholeStep
 from ztk.optim.torch_step import Progress
 from ztk.train.engine import Engine

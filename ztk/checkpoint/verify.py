@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import every_checkpoint
 from ztk.checkpoint.manifest import BUFFER, RNG, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
+from ztk.core.precision.names import DTYPES
 from ztk.zero.update.piece_states import FROZEN, MASTER
 
 

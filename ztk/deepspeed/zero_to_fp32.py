@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import RANGE_ELEMENTS, files_of
 from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
+from ztk.core.precision.names import DTYPES
 from ztk.deepspeed.tools import device
 from ztk.deepspeed.tools.log import logger
 from ztk.zero.update.piece_states import FROZEN, MASTER

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ztk.checkpoint.bits import DTYPES
+from ztk.core.precision.names import DTYPES
 from ztk.core.runtime.host_memory import view_bytes
 
 _LENGTH_BYTES = 8  # of the header's length, at the start of a file
