@@ -38,7 +38,8 @@ def slurm(tmp_path, monkeypatch) -> Path:
 
 def submit(*words, cwd) -> subprocess.CompletedProcess[str]:
     cwd.mkdir(exist_ok=True)
-    return run_command(*RUN, *words, cwd=cwd)
+    given = [word for word in RUN if word.partition("=")[0] not in [each.partition("=")[0] for each in words]]
+    return run_command(*given, *words, cwd=cwd)
 
 
 def calls(slurm: Path) -> list[str]:
@@ -173,3 +174,9 @@ def test_a_job_that_saved_after_a_signal_goes_into_the_queue_again(code, script,
 def test_no_other_job_goes_into_the_queue_again(code, restarts, script, slurm):
     assert run_job(script, code=code, slurm=slurm, restarts=restarts).returncode == code
     assert len(calls(slurm)) == 1
+
+
+def test_ranks_of_a_ray_cluster_are_counted_by_the_user(tmp_path):
+    done = submit("launch=ray", cwd=tmp_path / "here")
+    assert done.returncode == 2
+    assert "launch=ray: needs launch.ranks=N" in done.stderr

@@ -47,8 +47,9 @@ def test_resolved_configurations_are_the_recorded_ones(name, overrides, monkeypa
     assert to_yaml(composed(*overrides)) == (GOLDENS / f"{name}.yaml").read_text()
 
 
-# These need an object, a folder or a file: tests/config/test_hugging_face.py, test_here.py, test_distill.py
-ELSEWHERE = {("model", "hf"), ("lora", "adapter"), ("hardware", "here"), ("task", "distill")}
+# These need an object, a folder, a file or a package: tests/config/test_hugging_face.py, test_here.py, test_distill.py,
+# tests/cluster
+ELSEWHERE = {("launch", "ray"), ("model", "hf"), ("lora", "adapter"), ("hardware", "here"), ("task", "distill")}
 OPTIONS = [
     (group, option)
     for group in sorted(set(GROUPS) - {"sweep", "experiment", "data", "kernels"})

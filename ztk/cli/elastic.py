@@ -6,8 +6,10 @@ from pathlib import Path
 
 from ztk import config as configuration
 from ztk.cli.interrupted import saving_notice
+from ztk.cli.ray_ranks import run_on_ray
 from ztk.config import Config
 from ztk.core.launch import RankError, Start, run_ranks, start_process, worker_command
+from ztk.core.policies.launch import Starter
 from ztk.report.folder import SUMMARY, write_json
 from ztk.report.status import read_summary
 
@@ -32,6 +34,9 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
         command = worker_command(folder / "config.yaml")
         launch = config.launch
         try:
+            if launch.starter is Starter.ray:
+                run_on_ray(config, on_signal=partial(say, saving_notice(config)))
+                break
             started = 1 if config.task.name == "plan" else launch.ranks
             run_ranks(
                 command,

@@ -191,6 +191,7 @@ class Session:
             config = compose()
             if self._sweeping:
                 check_job(config, folder=folder)
+            self._check_starter(config)
             if config.launch.starter is Starter.slurm:
                 status = self._submit(config, overrides=overrides)
             elif self._external is not None and self._external.rank != 0:
@@ -237,6 +238,12 @@ class Session:
                     "(hydra.launcher.tasks_per_node=1 hydra.launcher.nodes=1), whose ranks the job starts itself"
                 ]
             )
+
+    def _check_starter(self, config: Config) -> None:
+        """Raises ConfigError in a rank of a launcher whose configuration starts ranks itself."""
+        if config.launch.starter is not Starter.local and self._external is not None:
+            started = f"{self._external.starter} has started this one"
+            raise ConfigError([f"launch={config.launch.starter} starts ranks, and {started}: leave it out"])
 
     def _prepare(self, config: Config) -> None:
         """Rejects bad text, and reward functions and environments that fail, before ranks start."""
@@ -304,12 +311,6 @@ class Session:
     def _submit(self, config: Config, *, overrides: tuple[str, ...]) -> Status:
         """Submits the run as a job of Slurm, after the checks that its ranks repeat."""
         folder = Path(config.output_dir)
-        if self._external is not None:
-            raise ConfigError(
-                [
-                    f"launch=slurm submits a job, and {self._external.starter} has started this rank: leave launch=slurm out"
-                ]
-            )
         submits = functools.partial(
             submit_run, config, words=overrides, flags=self._flags, say=self._say, show=self._print
         )

@@ -248,11 +248,20 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
+def _ray_faults(ranks: int | None) -> Iterator[str]:
+    if importlib.util.find_spec("ray") is None:
+        yield "launch=ray: the package ray is not installed; use pip install 'ztk[ray]'"
+    if ranks is None:
+        yield "launch=ray: needs launch.ranks=N, and launch.device=cuda for a GPU each; the cluster may have other machines than this one"
+
+
 def _launch(config: Config, machine: Machine) -> Iterator[str]:
     launch = config.launch
     device = device_of(config, machine=machine)
     if config.task.name == PLAN:
         return  # a plan starts no ranks
+    if launch.starter is Starter.ray:
+        yield from _ray_faults(launch.ranks)
     if launch.starter is Starter.slurm and launch.ranks not in (None, machine.started_ranks):
         yield (
             f"launch.ranks={launch.ranks}: {launch.nodes} nodes with {ranks_per_node(launch)} ranks each have {machine.started_ranks}; leave "

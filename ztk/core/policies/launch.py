@@ -29,6 +29,7 @@ class Starter(StrEnum):
 
     local = "local"  # run.py on this machine, or torchrun, srun or mpirun around it
     slurm = "slurm"  # srun in a job that run.py submits
+    ray = "ray"  # actors of a Ray cluster, of which run.py is the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ SLURM = When(
     lambda config, machine: config.launch.starter is Starter.slurm,
     "launch",
     lambda launch: launch.starter is Starter.slurm,
+)
+_ELSEWHERE = When(
+    "launch=slurm or launch=ray",
+    lambda config, machine: config.launch.starter is not Starter.local,
+    "launch",
+    lambda launch: launch.starter is not Starter.local,
 )
 
 
@@ -109,7 +116,8 @@ class LaunchConfig:
     changes: ClassVar = Changes.nothing
 
     starter: Starter = key(
-        "local: this command, or the launcher around it, starts the ranks; slurm: this command checks the run and submits a job",
+        "local: this command, or the launcher around it, starts the ranks; slurm: this command checks the run and submits a job; ray: "
+        "actors of a Ray cluster start them",
         default=Starter.local,
     )
     ranks: int | None = key(
@@ -150,7 +158,10 @@ class LaunchConfig:
         acts=SLURM,
     )
     cpus_per_rank: int | None = key(
-        "cores of a rank; null: the partition's default", range=_COUNT, optional=True, acts=SLURM
+        "cores of a rank; null: the partition's default, one with launch=ray",
+        range=_COUNT,
+        optional=True,
+        acts=_ELSEWHERE,
     )
     time: str | None = key(
         "time limit of the job, as in 24:00:00; null: the partition's", range=_TIME, optional=True, acts=SLURM
@@ -200,9 +211,15 @@ def ranks_per_node(launch: LaunchConfig) -> int:
 
 
 def computing_machine(launch: LaunchConfig, *, machine: Machine) -> Machine:
-    """The machine whose resources a run has: `machine`, or a node of the job that it submits, whose login node may have no GPU."""
-    if launch.starter is not Starter.slurm or machine.started_ranks:
+    """The machine whose resources a run has: `machine`, or those of the job or the Ray cluster, where this
+    machine may have no GPU."""
+    if launch.starter is Starter.local or machine.started_ranks:
         return machine
+    if launch.starter is Starter.ray:
+        ranks = launch.ranks or 1
+        cores = ranks * (launch.cpus_per_rank or 1)
+        gpus = ranks if launch.device == DeviceName.cuda else 0
+        return Machine(gpus=gpus, cores=cores, started_ranks=ranks, started_here=ranks)
     each = ranks_per_node(launch)
     gpus = launch.gpus_per_node or (each if launch.device == DeviceName.cuda else 0)
     return Machine(
