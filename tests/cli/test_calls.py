@@ -28,7 +28,7 @@ def test_keywords_are_words_of_the_command_line():
     assert command_words((), keys=grid) == ["optimizer.betas=[0.9,0.95],[0.8,0.99]"]
 
 
-@pytest.mark.parametrize("word", ["-m", "hydra.run.dir=here", "sweep.resume=there", "launch.debug=0"])
+@pytest.mark.parametrize("word", ["-m", "hydra.run.dir=here", "sweep.resume=there", "launch.debug=0", "launch=slurm"])
 def test_words_that_are_no_overrides_are_refused(word):
     with pytest.raises(ValueError, match=word):
         command_words((word,), keys={})

@@ -85,6 +85,8 @@ def test_a_job_has_the_losses_of_a_local_run(nodes, each, cluster, digest, tmp_p
     assert summary(folder)["status"] == "done"
     assert summary(folder)["loss_digest"] == digest
     assert summary(folder)["world_size"] == 2
+    hosts = json.loads((folder / "env.json").read_text())["hosts"]
+    assert hosts == (list(NODES) if nodes == 2 else [hosts[0]] * 2)
 
 
 def test_a_preempted_job_saves_and_goes_on_by_itself(cluster, digest, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -217,6 +218,12 @@ def test_a_finished_run_that_is_resumed_keeps_its_record(tmp_path, capsys):
 def test_the_environment_names_the_command_line_of_the_run(monkeypatch):
     monkeypatch.setenv("ZTK_COMMAND", "run.py zero=stage3")
     assert describe_environment(device=torch.device("cpu"), world_size=1)["command"] == "run.py zero=stage3"
+
+
+@pytest.mark.parametrize(("told", "hosts"), [("a b", ["a", "b"]), ("", [platform.node()] * 2)])
+def test_the_environment_has_the_host_of_each_rank(told, hosts, monkeypatch):
+    monkeypatch.setenv("ZTK_HOSTS", told)
+    assert describe_environment(device=torch.device("cpu"), world_size=2)["hosts"] == hosts
 
 
 def test_extra_values_make_a_row_and_reach_the_summary(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ztk.core.policies.machine import HOSTS
 from ztk.report.commit import read_commit
 
 COMMAND = "ZTK_COMMAND"  # environment variable with the command line that started the run
@@ -16,7 +17,7 @@ _PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "wandb", "sa
 
 
 def describe_environment(*, device: torch.device, world_size: int) -> dict[str, Any]:
-    """Returns the values of `env.json`: versions, commit, device, world size."""
+    """Returns the values of `env.json`: versions, commit, device, world size, and the host of each rank as `hosts`."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in _PACKAGES},
@@ -25,6 +26,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
         "device_name": device_name(device),
         "world_size": world_size,
         "host": platform.node(),
+        "hosts": os.environ.get(HOSTS, "").split() or [platform.node()] * world_size,
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -37,6 +37,14 @@ def test_the_loss_of_a_peer_is_secondary(error, secondary):
     assert failure_of(error, rank=0).secondary is secondary
 
 
+@pytest.mark.parametrize(("hosts", "start"), [("a b", "rank 3 on a: "), ("a a", "rank 3: "), ("", "rank 3: ")])
+def test_a_failure_names_its_host_if_the_run_has_several(hosts, start, monkeypatch, tmp_path):
+    monkeypatch.setenv("ZTK_HOSTS", hosts)
+    monkeypatch.setattr("platform.node", lambda: "a")
+    write_failure(failure_of(ValueError("boom"), rank=3), output_dir=tmp_path)
+    assert str(read_failure(tmp_path, rank=3)) == f"{start}ValueError: boom"
+
+
 def test_a_failure_survives_its_file_and_a_pickle(tmp_path):
     try:
         raise ValueError("boom")

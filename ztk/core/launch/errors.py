@@ -6,6 +6,7 @@ and marks it `secondary` if the error only reports the loss of another rank.
 
 import json
 import os
+import platform
 import signal
 import time
 import traceback
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ztk.core.policies.ending import ENDING
+from ztk.core.policies.machine import HOSTS
 from ztk.core.policies.records import replace_file
 
 FAILURES = "ZTK_FAILURES"  # variable of a rank: a file in the launcher's memory
@@ -29,7 +31,7 @@ _SECONDARY_TEXTS = (
 class RankFailure:
     """time: seconds since 1970. secondary: the error only reports the loss of another rank. trace: may be empty.
 
-    code: exit code of its process, 128 + n after signal n.
+    code: exit code of its process, 128 + n after signal n. host: its machine, if the run has several.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class RankFailure:
     time: float
     secondary: bool
     code: int = 1
+    host: str = ""
 
     @property
     def killed(self) -> bool:
@@ -51,7 +54,8 @@ class RankFailure:
         return self.killed and self.code - 128 in ENDING
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
+        place = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        return f"{place}: {self.kind}: {self.message}" if self.kind else f"{place} {self.message}"
 
 
 class RankError(RuntimeError):
@@ -95,6 +99,7 @@ def failure_of(error: BaseException, *, rank: int) -> RankFailure:
         trace="".join(traceback.format_exception(error)) if shows_trace else "",
         time=time.time(),
         secondary=_is_secondary(error),
+        host=platform.node() if len(set(os.environ.get(HOSTS, "").split())) > 1 else "",
     )
 
 

@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+HOSTS = "ZTK_HOSTS"  # variable of a rank that another launcher started: the host names of all ranks
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
