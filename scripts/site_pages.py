@@ -5,12 +5,19 @@ each ztk package from its docstrings.
 """
 
 import ast
+import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ztk
+from scripts.draw_diagrams import DIAGRAM, file_of
 from ztk.config import GroupReference, build_reference, conf_dir
 from ztk.deepspeed.names.table import MODULES, TOP
 
@@ -36,6 +43,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Shows the drawing in place of a Mermaid diagram, which would be drawn by a program from the network."""
+
+    def shown(found: re.Match) -> str:
+        name = file_of(found[1])
+        if not (ROOT / "docs" / name).exists():
+            raise PluginError(f"{page.file.src_uri}: a diagram is not drawn: run python scripts/draw_diagrams.py")
+        return f"![Diagram]({'../' * page.file.src_uri.count('/')}{name})"
+
+    return DIAGRAM.sub(shown, markdown)
 
 
 def packages() -> list[str]:

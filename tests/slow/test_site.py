@@ -1,4 +1,5 @@
-"""No page of the documentation is wider than its window at 1,300 and 480 pixels. Tables and code may scroll. Run `mkdocs build` first."""
+"""No page of the documentation is wider than its window at 1,300 and 480 pixels, and every picture is drawn without a network. Tables and code
+may scroll. Run `mkdocs build` first."""
 
 from pathlib import Path
 
@@ -12,6 +13,8 @@ WIDER = """(() => {
   return [document.documentElement.scrollWidth - innerWidth, out.slice(0, 3).map((one) => one.outerHTML.slice(0, 90))];
 })()"""
 
+MISSING = "[...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src)"
+
 
 def test_every_page_fits_its_window(browser):
     pages, faults = sorted(SITE.rglob("*.html")), []
@@ -23,4 +26,5 @@ def test_every_page_fits_its_window(browser):
             excess, elements = tab.evaluate(WIDER)
             if excess > 0 or elements:
                 faults.append(f"{page.relative_to(SITE)} at {width}: {excess} pixels too wide {elements}")
+        faults += [f"{page.relative_to(SITE)}: {source} is not drawn" for source in tab.evaluate(MISSING)]
     assert not faults, "\n".join(faults)
