@@ -13,6 +13,7 @@ from ztk.config.record import load
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName
 from ztk.core.policies.config import Config
+from ztk.core.policies.disks import file_system, is_on_network, node_disk
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.offload import ParameterTier
@@ -155,6 +156,7 @@ def settle(config: Config, *, machine: Machine) -> None:
     fill(config, key="scheduler.rise_steps", value=max(1, steps // 2), reason="train.steps / 2")
     fill(config, key="scheduler.step_size", value=max(1, steps // 10), reason="train.steps / 10")
     null_inactive_keys(config, machine=machine)  # also values without effect that were just set
+    _note_network(config)
 
 
 def _settle_parameter_tier(config: Config) -> None:
@@ -220,5 +222,18 @@ def _settle_paths(config: Config) -> None:
         if key.paths is not None and (value := read(config, key=name)) is not None:
             write(config, key=name, value=key.paths.absolute(value))
     if not infers(config):  # packed weights are deleted after the run, unless the user names a folder
-        path = os.path.join(config.output_dir, "nvme")
-        fill(config, key="offload.nvme_path", value=path, reason="the run folder")
+        path, reason = os.path.join(config.output_dir, "nvme"), "the run folder"
+        if is_on_network(config.output_dir) and (disk := node_disk()):
+            path = os.path.join(disk, f"ztk-{config.output_dir.strip(os.sep).replace(os.sep, '-')}")
+            reason = "a disk of this machine, because the run folder is on a network file system"
+        fill(config, key="offload.nvme_path", value=path, reason=reason)
+
+
+def _note_network(config: Config) -> None:
+    """Adds a note if offloaded states would go over the network in every step."""
+    path = config.offload.nvme_path
+    if path is not None and is_on_network(path):
+        config.notes.append(
+            f"offload.nvme_path={path}: is on a network file system ({file_system(path)}), which every step reads and writes; use "
+            "offload.nvme_path=FOLDER on a disk of the node"
+        )

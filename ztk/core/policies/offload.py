@@ -61,7 +61,8 @@ class OffloadConfig:
         "tier of the parameters; auto: as offload.optimizer at stage 3, on the device below", default=MISSING
     )
     nvme_path: str | None = key(
-        "folder on the disk to use; null: nvme/ in the run folder",
+        "folder on the disk to use; null: nvme/ in the run folder, or below $SLURM_TMPDIR or $TMPDIR where that is a disk and the run folder "
+        "is on a network file system",
         acts=_ANY_NVME,
         optional=True,
         changes=Changes.nothing,
