@@ -141,7 +141,7 @@ def test_train(reader, tmp_path):
     rows = [json.loads(file.read_text()) for file in (tmp_path / "reader" / "stages").glob("*/summary.json")]
     assert len(rows) == 4 and len({row["loss_digest"] for row in rows}) == 1
     assert (tmp_path / "reader" / "exported" / "model.safetensors").exists()
-    lines = (tmp_path / "reader" / "runs" / "answers" / "completions.jsonl").read_text().splitlines()
+    lines = (tmp_path / "reader" / "runs" / "model-answers" / "completions.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all(json.loads(line)["answers"] for line in lines)
 
 
@@ -163,7 +163,7 @@ def test_align(reader, tmp_path):
 def test_serve(reader, tmp_path):
     pytest.importorskip("uvicorn")
     reader.follow(FOLDER / "serve.md")
-    lines = (tmp_path / "reader" / "runs" / "answers" / "completions.jsonl").read_text().splitlines()
+    lines = (tmp_path / "reader" / "runs" / "model-answers" / "completions.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [1, 2]
 
 
