@@ -1,4 +1,4 @@
-"""Generates the configuration and library pages of the documentation site.
+"""Generates the front page, from README.md, and the configuration and library pages of the documentation site.
 
 mkdocs calls these functions (`hooks` in mkdocs.yml). The configuration page is built from the source of `run.py --help GROUP`, and the page of
 each ztk package from its docstrings.
@@ -24,6 +24,7 @@ from ztk.deepspeed.names.table import MODULES, TOP
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "parallel", "rl", "train", "zero")  # packages by role; their own `__init__` imports nothing
 HEADED = "\n    options:\n      show_root_heading: true\n"  # without it, an object of its own has neither a heading nor an anchor
+FRONT = "index.md"
 CONFIGURATION, LIBRARY, PACKAGES = "reference/configuration.md", "reference/library.md", "reference/{}.md"
 
 
@@ -38,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
-    pages = {CONFIGURATION: configuration_page(), LIBRARY: library_page()}
+    pages = {FRONT: front_page(), CONFIGURATION: configuration_page(), LIBRARY: library_page()}
     pages |= {PACKAGES.format(package): package_page(package) for package in packages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -46,15 +47,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Shows the drawing in place of a Mermaid diagram, which would be drawn by a program from the network."""
+    """Shows the drawing in place of a Mermaid diagram, which would be drawn by a program from the network, and links to the front page in place
+    of README.md.
+    """
+    up = "../" * page.file.src_uri.count("/")
 
     def shown(found: re.Match) -> str:
         name = file_of(found[1])
         if not (ROOT / "docs" / name).exists():
             raise PluginError(f"{page.file.src_uri}: a diagram is not drawn: run python scripts/draw_diagrams.py")
-        return f"![Diagram]({'../' * page.file.src_uri.count('/')}{name})"
+        return f"![Diagram]({up}{name})"
 
-    return DIAGRAM.sub(shown, markdown)
+    return DIAGRAM.sub(shown, markdown).replace(f"]({up}../README.md", f"]({up}{FRONT}")
+
+
+def front_page() -> str:
+    """README.md, whose links are relative to the checkout."""
+    return (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
 
 
 def packages() -> list[str]:
