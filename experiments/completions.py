@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from ztk.experiments.episodes import of_episode
-from ztk.experiments.rollout_run import Run
+from ztk.experiments.policy_run import Run
+from ztk.report import Reporter
 from ztk.report.folder import LineFile
 from ztk.rl.rollout import Samples
 
@@ -108,6 +109,16 @@ class Texts:
             table = importlib.import_module("pyarrow.json").read_json(lines.path)
             importlib.import_module("pyarrow.parquet").write_table(table, self._table)
 
+    def report(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None, reporter: Reporter) -> None:
+        """Writes the answers of a rollout, and shows some as `rollout.show_every` has it. step: the first one that learns from them. A
+        collective call.
+        """
+        completions = self.write_all(run, step=step, samples=samples, kl=kl)
+        if _is_shown(step, updates=run.buffer.updates, every=run.config.rollout.show_every):
+            records = self.write(run, step=step, samples=samples, kl=kl)
+            reporter.say(shown(records, step=step))
+            reporter.texts(completions or records, step=step)
+
     def write_all(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
         """Writes every answer of all ranks, if the run keeps them, and returns them. A collective call then."""
         if not self._saves:
@@ -138,3 +149,8 @@ def shown(records: list[dict[str, Any]], *, step: int) -> str:
             f"  reward {record['reward']}  length {record['length']}{near}  {record['prompt']!r} -> {record['answer']!r}"
         )
     return "\n".join(lines)
+
+
+def _is_shown(step: int, *, updates: int, every: int) -> bool:
+    """Returns whether to show texts of a rollout for `updates` steps from `step` on: if one of them is a multiple of `every`, or 1."""
+    return bool(every) and (step == 1 or (step + updates - 1) // every > (step - 1) // every)

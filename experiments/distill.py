@@ -1,6 +1,7 @@
 """Knowledge distillation: a student learns a teacher's next-token distributions. The program of every rank of `task=distill`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config, config_with
+from ztk.config.text import encoding_of
 from ztk.core.runtime import Process
+from ztk.core.runtime.seed import generator
 from ztk.experiments import policies
 from ztk.experiments.alignment import (
     Measured,
@@ -20,14 +23,16 @@ from ztk.experiments.alignment import (
     start_from,
     train_pairs,
 )
-from ztk.experiments.answers import Answers
-from ztk.experiments.drawn_answers import DistillStream
-from ztk.experiments.examples import MicroBatch, Step
+from ztk.experiments.examples import ROW_UNIT, Examples, ExampleStream, MicroBatch, Step
 from ztk.experiments.models import build
 from ztk.experiments.packing import packs_examples
+from ztk.experiments.policy_run import open_drawer, open_weights, rollout_policy
+from ztk.experiments.prompts import STOP, with_other_ends
 from ztk.experiments.ranks import started
-from ztk.rl.align import DistillPolicy, distill_losses
-from ztk.rl.rollout import Layout, answer_logit_loss, logits_by_part
+from ztk.experiments.rollouts import HeldOutAnswers
+from ztk.experiments.streams import share_of
+from ztk.rl.align import DistillPolicy, Sequences, distill_losses, last_answer
+from ztk.rl.rollout import Layout, Requests, Samples, answer_logit_loss, generate, logits_by_part, states_away
 from ztk.train.engine import Engine
 
 
@@ -46,7 +51,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     examples.packs = packs_examples(config, policy=engine, reference=teacher)
     stream = DistillStream(config, stream=examples, student=engine, teacher=teacher)
     forward = partial(forward_of, engine, teacher=teacher, policy=policy_of(config))
-    answers = Answers(config, engine=engine, reference=teacher, packs=examples.packs)
+    answers = HeldOutAnswers(config, engine=engine, reference=teacher, packs=examples.packs)
 
     def train_step(step: Step) -> Measured:
         found = train_pairs(engine, step=step, forward=forward)
@@ -118,3 +123,87 @@ def counts_of(step: Step, *, is_own: bool, device: torch.device) -> dict[str, Te
     batches = [batch.sequences for batch in step.micro_batches if not batch.is_filler]
     counted = {"own": is_own * sum(map(len, batches)), "length": sum(int(batch.answer.sum()) for batch in batches)}
     return {name: torch.tensor(float(value), device=device) for name, value in counted.items()}
+
+
+class DistillStream:
+    """The steps of a stream, of which `distill.fraction` have the student's answers, and with `distill.seq_kd` the others the teacher's.
+
+    Sampling in a step depends only on its number and the places of its examples, so a resumed run samples the same answers.
+    """
+
+    def __init__(self, config: Config, *, stream: ExampleStream, student: Engine, teacher: Engine) -> None:
+        """Raises ValueError for a text of `rollout.stop` with several tokens."""
+        distill, self._config = config.distill, config
+        self._stream, self._engine = stream, student
+        self._share = share_of(config, process=student.process)
+        self._student, self._teacher = (
+            (open_drawer(config, actor=engine), open_weights(config, actor=engine).weights) if draws else None
+            for engine, draws in ((student, distill.fraction), (teacher, distill.seq_kd))
+        )
+        self._stops = stops_of(config, examples=stream.examples) if self._student or self._teacher else ()
+        self.is_own = False  # whether the latest step has the student's answers
+
+    def next_step(self) -> Step:
+        """Returns this rank's part of the next examples, with the answers to learn. A collective call."""
+        step, number = self._stream.next_step(), self._engine.global_steps
+        chance = torch.rand((), generator=generator(self._config.train.seed, "distill", number)).item()
+        self.is_own = self._student is not None and chance < self._config.distill.fraction
+        drawing = self._student if self.is_own else self._teacher
+        if drawing is None:
+            return step
+        rollouts, weights = drawing
+        policy = rollout_policy(self._config, stops=self._stops, weights=weights, packs=self._stream.packs)
+        options = {"policy": policy, "requests": self._requests(step), "step": number}
+        with nullcontext() if rollouts.copies_weights else states_away(self._engine):
+            samples = generate(rollouts, **options)
+        return answered(step, samples=samples, process=self._engine.process)
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the position, the same on all ranks."""
+        return self._stream.state_dict()
+
+    def _requests(self, step: Step) -> Requests:
+        places = [place for index in range(len(step.micro_batches)) for place in self._share.sequences(index)]
+        prompts = [prompt for batch in step.micro_batches for prompt in prompts_of(batch.sequences)]
+        numbers = torch.tensor(places)
+        return Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=torch.zeros_like(numbers))
+
+
+def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:
+    """Returns the tokens that end the data's answers, and those that `rollout.stop` and the model's generation_config.json add."""
+    if examples.num_records is None:
+        ends = [STOP]
+    else:
+        texts = (example.texts[0] for example in examples.records)
+        ends = sorted({int(text.tokens[text.last_answer.stop - 1]) for text in texts})
+    return with_other_ends(ends, config=config, tokenizer=encoding_of(config).tokenizer)
+
+
+def prompts_of(sequences: Sequences) -> list[Sequence[int]]:
+    """Returns the tokens before the last answer of each sequence."""
+    lengths = sequences.lengths.tolist()
+    parts = zip(sequences.tokens.split(lengths), sequences.answer.split(lengths), strict=True)
+    return [tokens[: last_answer(counts).start].tolist() for tokens, counts in parts]
+
+
+def answered(step: Step, *, samples: Samples, process: Process) -> Step:
+    """Returns the step with these answers to its prompts. A collective call."""
+    batches, first = [], 0
+    for batch in step.micro_batches:
+        rows = samples[first : first + len(batch.sequences)]
+        first += len(rows)
+        is_token = torch.arange(rows.tokens.shape[1]) < rows.lengths.unsqueeze(1)
+        sequences = Sequences(tokens=rows.tokens[is_token], lengths=rows.lengths, answer=rows.answer_mask[is_token])
+        batches.append(replace(batch, sequences=sequences))
+    own = torch.stack([samples.lengths.sum(), samples.answer_lengths.sum(), samples.lengths.max()])
+    ranks = process.comm.gather_scalars(own.double().to(process.device), label="draws").cpu()
+    tokens, answer_tokens = int(ranks[:, 0].sum()), int(ranks[:, 1].sum())
+    length = min(samples.tokens.shape[1], -(-int(ranks[:, 2].max()) // ROW_UNIT) * ROW_UNIT)
+    return replace(
+        step,
+        micro_batches=batches,
+        num_tokens=tokens,
+        num_answer_tokens=answer_tokens,
+        num_text_tokens=tokens - step.num_examples,
+        length=length,
+    )

@@ -17,7 +17,6 @@ from ztk.experiments.alignment import (
     start_from,
     train_pairs,
 )
-from ztk.experiments.answers import Answers
 from ztk.experiments.examples import ExampleStream, Step
 from ztk.experiments.kto import KtoForward
 from ztk.experiments.models import Values, build, warm_start
@@ -30,6 +29,7 @@ from ztk.experiments.reference import (
     Reference,
     pair_forward,
 )
+from ztk.experiments.rollouts import HeldOutAnswers
 from ztk.rl.align import WITHOUT_REFERENCE, DpoPolicy, dpo_loss, dpo_losses
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
@@ -51,7 +51,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
     stream.packs = packs_examples(config, policy=engine, reference=reference.engine)
     forward = forward_of(config, engine=engine, reference=reference)
-    answers = Answers(config, engine=engine, reference=reference.engine, packs=stream.packs)
+    answers = HeldOutAnswers(config, engine=engine, reference=reference.engine, packs=stream.packs)
     after = run_examples(
         config,
         engine=engine,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.experiments.policy_run import Run
 from ztk.experiments.rewards import means_of_ranks
-from ztk.experiments.rollout_run import Run
 from ztk.rl.align import Encoding, Prompt
 from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, TurnDraws, play
 from ztk.rl.rollout.episodes import DONE, MAX_TURNS

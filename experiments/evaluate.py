@@ -13,9 +13,9 @@ from typing import Any
 
 from ztk.config import Config
 from ztk.core.policies.evaluation import EvalEngine
-from ztk.experiments.answering import answering, release_module
 from ztk.experiments.evaluation_engine import scoring
 from ztk.experiments.evaluation_files import Question, read_questions, read_texts
+from ztk.experiments.generate import answering, release_module
 from ztk.inference import EncodedChoices, Scorer, encode_choices, log_likelihoods, score_choices
 from ztk.report import RunFolder
 from ztk.report.folder import write_json

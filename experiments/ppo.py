@@ -1,4 +1,4 @@
-"""Trains a policy with a critic (PPO): the program of every rank of `task=ppo`."""
+"""Trains a policy with a critic (PPO): the program of every rank of `task=ppo`. The loop and the policy's update are in `grpo`."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.experiments.grpo import Update, fill_buffer, run_task, update_policy, update_rows
 from ztk.experiments.models import values_of_states
-from ztk.experiments.policy_update import Update, counted, fill_buffer, update_policy, update_rows
-from ztk.experiments.rollout_loop import run_rank
-from ztk.experiments.rollout_run import Run
+from ztk.experiments.policy_losses import counted
+from ztk.experiments.policy_run import Run
+from ztk.experiments.ranks import started
 from ztk.experiments.rollouts import Scored, micro_batches
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, generalised_advantages, value_loss
@@ -17,8 +18,9 @@ from ztk.rl.rollout import Samples
 
 
 def main(config: Config) -> None:
-    """Runs one rank from start to end. Raises as `rollout_loop.run_task`."""
-    run_rank(config, fill=fill, update=update)
+    """Runs one rank from start to end. Raises as `run_task`."""
+    with started(config) as process:
+        run_task(config, process=process, fill=fill, update=update)
 
 
 def fill(run: Run, scored: Scored) -> None:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ztk.experiments.rollout_run import Run
+from ztk.experiments.policy_run import Run
 from ztk.rl.align import Prompt
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState

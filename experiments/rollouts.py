@@ -1,4 +1,8 @@
-"""Rollouts of `task=grpo` and `task=ppo`: sampling, rewards, the comparison with the reference, metrics."""
+"""Answers of a policy: drawn, rewarded, compared with the reference and measured.
+
+The functions draw the rollouts of `task=grpo` and `task=ppo`, to train and to evaluate. `HeldOutAnswers` evaluates the policies of
+`task=dpo` and `task=distill` on held-out prompts.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -8,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.config import Config
+from ztk.data import ByteTokenizer
 from ztk.experiments.episodes import episode_metrics, played
-from ztk.experiments.prompts import Prompts
-from ztk.experiments.reference import BaseModel
+from ztk.experiments.examples import HELD_OUT
+from ztk.experiments.least_divergence import frontier_of
+from ztk.experiments.policy_run import Run, rollout_policy
+from ztk.experiments.prompts import PAD, STOP, Prompts
+from ztk.experiments.reference import BaseModel, row_logprobs
 from ztk.experiments.rewards import reward, reward_metrics
-from ztk.experiments.rollout_run import Run, rollout_policy
+from ztk.experiments.tasks import TASKS, name_of
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
+    CachedRollouts,
     Drawn,
     Layout,
     Requests,
@@ -28,6 +38,7 @@ from ztk.rl.rollout import (
     compare,
     draw_once,
     generate,
+    has_engine_attention,
     hide_of,
     lay_out,
     share_of_rank,
@@ -38,6 +49,9 @@ from ztk.train.engine import Engine
 EVALUATED = 4  # rollouts, before the first step and after the last
 PROBED = 4  # tokens of the answers that `settle_drawer` compares
 UNTRAINED = 2**40  # number of the first prompt for evaluations
+HELD_OUT_PROMPTS = 256  # of `HeldOutAnswers`, over all ranks
+GREEDY = 1e-6  # a temperature at which the largest logit has all probability
+LONGEST = 8  # tokens of an answer of `HeldOutAnswers`
 # Values of every sample that the ranks exchange, float64 each.
 COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
 
@@ -320,3 +334,95 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
         "excluded": 1 - included.double().mean().item(),
         "equal_groups": equal.double().mean().item(),
     }
+
+
+def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
+    """Returns `kl_after`, in nats per answer, and `kl_least`, the minimum for this reward, if right answers are known. A collective
+    call.
+    """
+    if reached.kl is None or run.reference is None:
+        return {}
+    found, config = {"kl_after": reached.kl}, run.config
+    is_cut = (
+        config.rollout.top_k or config.rollout.top_p != 1 or config.rollout.min_p
+    )  # the closed form needs full distributions
+    if not is_cut and config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
+        found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
+    return found
+
+
+def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
+    """Describes the final reward and its divergence, for the screen."""
+    text = f"mean reward of sampled answers: {ends['reward_before']:.3f} before, {ends['reward_after']:.3f} after"
+    if "kl_after" not in divergence:
+        return text
+    text += f"; divergence from the reference {divergence['kl_after']:.2f} nats per answer"
+    least = divergence.get("kl_least", 0.0)
+    return (
+        f"{text}, {divergence['kl_after'] / least:.2f} times the least for this reward ({least:.2f})" if least else text
+    )
+
+
+class HeldOutAnswers:
+    """Answers to the built-in task, whose rewards are exact. There are no measurements for records of a file."""
+
+    def __init__(
+        self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None, packs: bool = False
+    ) -> None:
+        """reference: the engine for the divergence, which is not measured without one. packs: see `ztk.experiments.packing`."""
+        self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
+        is_exact = packs and has_engine_attention(engine.module)
+        self._drawer = CachedRollouts(engine) if is_exact else TrainerRollouts(engine)
+        process, size = engine.process, config.train.micro_batch_size
+        # In full micro-batches; a remainder is ignored.
+        replica, replicas = process.mesh.replica, process.mesh.replicas
+        per_rank = -(-HELD_OUT_PROMPTS // (replicas * size)) * size
+        self._numbers = torch.arange(per_rank) * replicas + replica
+
+    def measure(self) -> dict[str, float]:
+        """Returns `reward` of sampled and `greedy_reward` of greedy answers, and `kl` in nats per sampled answer. A collective call."""
+        if self._config.data.path is not None:
+            return {}
+        sampled, greedy = self._drawn(temperature=1.0), self._drawn(temperature=GREEDY)
+        found = {"reward": sampled.rewards, "greedy_reward": greedy.rewards}
+        if self._reference is not None:
+            found["kl"] = self._divergence(sampled)
+        counted = self._numbers < HELD_OUT_PROMPTS
+        own = torch.stack([values[counted].double().sum() for values in found.values()])
+        totals = self._engine.process.mesh.gather_scalars(own.to(self._engine.process.device), label="answers").sum(0)
+        totals /= HELD_OUT_PROMPTS
+        return dict(zip(found, totals.tolist(), strict=True))
+
+    def _drawn(self, *, temperature: float) -> Samples:
+        config = self._config
+        task = TASKS[name_of(config)]
+        prompts = [task.prompt(seed=config.train.seed, number=HELD_OUT + int(number)) for number in self._numbers]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        policy = RolloutPolicy(
+            length=config.data.seq_len,
+            micro_batch=config.train.micro_batch_size,
+            max_tokens=min(LONGEST, config.data.seq_len - longest),
+            stops=(STOP,),
+            pad=PAD,
+            temperature=temperature,
+            seed=config.train.seed,
+            packs=self._packs,
+        )
+        requests = Requests(
+            prompts=[prompt.tokens for prompt in prompts],
+            numbers=self._numbers,
+            prompt_numbers=self._numbers,
+            copies=torch.zeros_like(self._numbers),
+        )
+        samples = generate(self._drawer, policy=policy, requests=requests, step=0)
+        for row, prompt in enumerate(prompts):
+            answer = ByteTokenizer().decode(samples.answer(row, with_end=False))
+            samples.rewards[row] = task.score(prompt=prompt.text, answer=answer, record={})
+        return samples
+
+    def _divergence(self, samples: Samples) -> Tensor:
+        """Returns log policy - log reference of every answer, float64 [S]. Its mean estimates the KL divergence."""
+        assert self._reference is not None
+        size = self._config.train.micro_batch_size
+        reference = row_logprobs(self._reference, tokens=samples.tokens, temperature=1.0, size=size)
+        return ((samples.logprobs - reference) * samples.answer_mask).double().sum(1)

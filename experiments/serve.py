@@ -12,7 +12,7 @@ import uvicorn
 
 from ztk.config import Config
 from ztk.core.policies.inference import ServeConfig
-from ztk.experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
+from ztk.experiments.generate import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.serve.app import ServePolicy, Server, calm_process
 from ztk.serve.bodies import Limits
 

@@ -29,7 +29,7 @@ from tests.rl.rollout import trl_runs as rollout_runs
 from tests.rl.rollout.trl_runs import LONG
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
-from ztk.experiments import answers, rollouts
+from ztk.experiments import rollouts
 from ztk.experiments.alignment import open_stream
 from ztk.report import plot
 
@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(f"--steps {options.steps}: use 3 or more, because the first and the last are left out")
-    plot.plot_run, answers.PROMPTS, rollouts.EVALUATED = (lambda folder: None), 1, 1
+    plot.plot_run, rollouts.HELD_OUT_PROMPTS, rollouts.EVALUATED = (lambda folder: None), 1, 1
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # the order of ztk's samples

@@ -17,8 +17,8 @@ from ztk.config import Config, Machine, compose
 from ztk.config.errors import ConfigError
 from ztk.config.keys import read, write
 from ztk.core.runtime import Process
-from ztk.experiments import answers, packing, policies
 from ztk.experiments import dpo as dpo_program
+from ztk.experiments import packing, policies, rollouts
 from ztk.experiments.alignment import open_stream
 from ztk.experiments.examples import Examples, ExampleStream, Step
 from ztk.experiments.models import full_values
@@ -72,7 +72,7 @@ def laid_out(config: Config, stage: int, tier: str) -> Config:
 def play(process: Process, *, configs: list[Config]) -> list[dict[str, float]]:
     """Runs the configurations one after another. Returns their last evaluations."""
     plot.plot_run = lambda folder: None
-    answers.PROMPTS = 8
+    rollouts.HELD_OUT_PROMPTS = 8
     found = []
     for config in configs:
         arranged = process.arrange(policies.topology(config))

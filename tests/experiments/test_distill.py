@@ -24,7 +24,7 @@ from ztk.config import Config, ConfigError, compose, save
 from ztk.core.runtime import Process
 from ztk.experiments import distill, policies
 from ztk.experiments.alignment import open_stream
-from ztk.experiments.drawn_answers import DistillStream, prompts_of, stops_of
+from ztk.experiments.distill import DistillStream, prompts_of, stops_of
 from ztk.experiments.examples import Step
 from ztk.experiments.models import build
 from ztk.nn import loss as losses

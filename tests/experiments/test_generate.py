@@ -18,8 +18,7 @@ from tests.rl.align.ten import save_one
 from ztk.checkpoint import read_adapter
 from ztk.config import compose
 from ztk.core.policies.data import DataName
-from ztk.experiments.answering import answering, open_answering
-from ztk.experiments.generate import answer, read_prompts, record
+from ztk.experiments.generate import answer, answering, open_answering, read_prompts, record
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED
 from ztk.serve.models import _of_run, open_model

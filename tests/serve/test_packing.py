@@ -9,7 +9,7 @@ import transformers
 from tests.inference.models import build, save_letters, save_llama
 from tests.inference.test_own_modules import build_other
 from ztk.config import Machine, compose, save
-from ztk.experiments.answering import open_answering
+from ztk.experiments.generate import open_answering
 from ztk.inference import Generator, InferencePolicy, SamplingParams, packed, weights
 from ztk.serve import packing
 from ztk.serve.__main__ import main

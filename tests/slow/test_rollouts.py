@@ -51,18 +51,18 @@ def main(config: Any) -> None:
 
 def _plant_kill(phase: str, marker: str) -> None:
     """Kills rank 1 in `phase` of step `KILLED_AT`. Creates the file `marker`, so that this happens once."""
-    from ztk.experiments import policy_update, rollout_loop
+    from ztk.experiments import grpo
     from ztk.inference import sample
     from ztk.rl.rollout import hybrid
 
     owners, name, calls = {
         "rollout": ((sample, hybrid), "choose", 2),  # the second token of this rollout
-        "scoring": ((rollout_loop,), "score_samples", 1),
-        "update": ((policy_update,), "losses_of", 1),  # the first micro-batch of this step
+        "scoring": ((grpo,), "score_samples", 1),
+        "update": ((grpo,), "losses_of", 1),  # the first micro-batch of this step
     }[phase]
     made, count, run_of = getattr(owners[0], name), [0], []
-    open_run = rollout_loop.open_run
-    rollout_loop.open_run = lambda *args, **options: run_of.append(open_run(*args, **options)) or run_of[-1]
+    open_run = grpo.open_run
+    grpo.open_run = lambda *args, **options: run_of.append(open_run(*args, **options)) or run_of[-1]
 
     def called(*args: Any, **options: Any) -> Any:
         run = run_of[-1] if run_of else None
@@ -79,7 +79,7 @@ def _plant_kill(phase: str, marker: str) -> None:
 
 def _plant_digests(log: Path) -> None:
     """Appends hashes of the frozen parameters of every engine, before its first step and after its last."""
-    from ztk.experiments import models, reference, rollout_run
+    from ztk.experiments import models, policy_run, reference
 
     build = models.build
 
@@ -104,7 +104,7 @@ def _plant_digests(log: Path) -> None:
             _write_digest(engine, log=log)
         return engine
 
-    for module in (models, reference, rollout_run):
+    for module in (models, policy_run, reference):
         module.build = built
 
 

@@ -16,7 +16,7 @@ from tests.rl.align.trl_runs import TOLERANCE
 from tests.rl.rollout import trl_runs as rollout_runs
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
-from ztk.experiments import answers, rollout_loop, rollouts
+from ztk.experiments import grpo, rollouts
 from ztk.report import plot
 
 STEPS = 6
@@ -25,9 +25,9 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     monkeypatch.setattr(plot, "plot_run", lambda folder: None)
-    monkeypatch.setattr(answers, "PROMPTS", 1)
+    monkeypatch.setattr(rollouts, "HELD_OUT_PROMPTS", 1)
     monkeypatch.setattr(rollouts, "EVALUATED", 1)
-    monkeypatch.setattr(rollout_loop, "warm_start", rollout_loop.warm_start)  # the runs replace it
+    monkeypatch.setattr(grpo, "warm_start", grpo.warm_start)  # the runs replace it
     monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)  # the order of ztk's samples
     transformers.logging.set_verbosity_error()
 

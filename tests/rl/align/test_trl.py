@@ -7,7 +7,7 @@ import pytest
 from tests.rl.align import trl_runs
 from ztk.config import Machine, compose
 from ztk.core.runtime import Process
-from ztk.experiments import answers
+from ztk.experiments import rollouts
 from ztk.report import plot
 
 pytest.importorskip("trl")
@@ -27,7 +27,7 @@ CASES = (
 def test_losses_are_trls_at_every_step(case, tmp_path, monkeypatch):
     """Sums of fp32 in another order; see `tests/slow/test_trl.py`, which has the other losses, too."""
     monkeypatch.setattr(plot, "plot_run", lambda folder: None)
-    monkeypatch.setattr(answers, "PROMPTS", 1)
+    monkeypatch.setattr(rollouts, "HELD_OUT_PROMPTS", 1)
     overrides, options = trl_runs.CASES[case]
     words = (*trl_runs.with_teacher(overrides, folder=str(tmp_path)), *trl_runs.COMMON, "train.steps=4")
     config = compose(*words, output_dir=str(tmp_path), machine=Machine(gpus=0, cores=2))
@@ -38,7 +38,7 @@ def test_losses_are_trls_at_every_step(case, tmp_path, monkeypatch):
 def test_mismatched_pairs_of_kto_keep_all_tokens(tmp_path, monkeypatch):
     """Long prompts have short answers, so that a prompt with the answer to another one is longer than any record."""
     monkeypatch.setattr(plot, "plot_run", lambda folder: None)
-    monkeypatch.setattr(answers, "PROMPTS", 1)
+    monkeypatch.setattr(rollouts, "HELD_OUT_PROMPTS", 1)
     sizes = [(30, 2), (3, 28), (12, 5), (4, 31)]
     records = [
         {"prompt": "a" * (prompt + number % 3) + "=", "completion": letter * answer, "label": number % 4 > 0}

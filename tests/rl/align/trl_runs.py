@@ -27,7 +27,7 @@ from ztk.checkpoint.llama import TO_LLAMA, llama_config
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.experiments.alignment import open_stream
-from ztk.experiments.drawn_answers import DistillStream
+from ztk.experiments.distill import DistillStream
 from ztk.experiments.examples import ExampleStream, Step
 from ztk.experiments.models import build, full_values
 from ztk.experiments.prompts import PAD, STOP

@@ -18,7 +18,7 @@ from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.core.runtime import Process
-from ztk.experiments import policies, rollout_loop, rollout_run, rollouts
+from ztk.experiments import grpo, policies, policy_run, rollouts
 from ztk.experiments.models import full_values, warm_start
 from ztk.report import plot
 from ztk.rl.rollout import CachedRollouts
@@ -122,8 +122,8 @@ def play(
     `dying`. fails: the error is returned, on one rank alone. cache: of rollout.engine=generator.
     """
     task = importlib.import_module(config.task.module)
-    rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
-    rollout_run.CachedRollouts = functools.partial(CachedRollouts, kernels=kernels)
+    grpo.warm_start, rollouts.EVALUATED = shortened, 1
+    policy_run.CachedRollouts = functools.partial(CachedRollouts, kernels=kernels)
     plot.plot_run = lambda folder: None
     drawn, references = [], []
 
@@ -143,13 +143,13 @@ def play(
     try:
         arranged = process.arrange(policies.topology(config))
         with dying(dies):
-            result["summary"] = rollout_loop.run_task(config, process=arranged, fill=fill, update=update)
+            result["summary"] = grpo.run_task(config, process=arranged, fill=fill, update=update)
     except Exception as error:
         if not fails or process.world_size > 1:
             raise
         result["error"] = f"{type(error).__name__}: {error}"
     finally:
-        rollout_run.CachedRollouts = CachedRollouts
+        policy_run.CachedRollouts = CachedRollouts
     return result
 
 

@@ -18,11 +18,11 @@ from tests.rl.rollout.test_environments import LONG
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import CorrectionName, RolloutEngineName, RolloutIdentity
 from ztk.core.runtime import Process
-from ztk.experiments import grpo, policies, rollout_loop, rollouts
+from ztk.experiments import grpo, policies, rollouts
+from ztk.experiments.grpo import update_policy
 from ztk.experiments.models import full_values
-from ztk.experiments.policy_update import update_policy
+from ztk.experiments.policy_run import open_run
 from ztk.experiments.prompts import Prompts
-from ztk.experiments.rollout_run import open_run
 from ztk.experiments.rollouts import drawing_of
 from ztk.report import plot
 from ztk.rl.rollout import Ahead, CachedRollouts, EnvironmentFault
@@ -65,7 +65,7 @@ def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
     """A run that draws each rollout ahead, after the first of the preceding updates. Returns whether its tokens equal draws from the weights
     before these updates, and draws from the weights after them."""
     task = importlib.import_module(config.task.module)
-    rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
+    grpo.warm_start, rollouts.EVALUATED = shortened, 1
     plot.plot_run = lambda folder: None
     updated, snapshots, drawn = threading.Event(), [], []
 
@@ -84,7 +84,7 @@ def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
         return found
 
     with before_draws_ahead(after_an_update):
-        rollout_loop.run_task(config, process=process.arrange(policies.topology(config)), fill=fill, update=update)
+        grpo.run_task(config, process=process.arrange(policies.topology(config)), fill=fill, update=update)
     found = []
     for number, samples in enumerate(drawn):
         equal = []

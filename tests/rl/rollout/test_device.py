@@ -16,8 +16,8 @@ from ztk.core.runtime import Process
 from ztk.experiments import grpo, policies
 from ztk.experiments.best import Best
 from ztk.experiments.models import build
+from ztk.experiments.policy_run import Run
 from ztk.experiments.prompts import Prompts
-from ztk.experiments.rollout_run import Run
 from ztk.experiments.rollouts import draw, drawing, score_samples
 from ztk.inference import Generator, capacity, graphs
 from ztk.nn import Decoder

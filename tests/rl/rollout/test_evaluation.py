@@ -16,7 +16,7 @@ from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.launch import failure_of
 from ztk.experiments import alignment as program
-from ztk.experiments import rollout_loop as loop
+from ztk.experiments import grpo as loop
 from ztk.experiments.best import Best
 from ztk.experiments.completions import Lines
 from ztk.rl.rollout import GuardPolicy, Guards, RolloutStopped

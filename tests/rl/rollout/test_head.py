@@ -8,7 +8,7 @@ import torch
 from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
-from ztk.experiments import answers, policies
+from ztk.experiments import policies, rollouts
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
@@ -36,7 +36,7 @@ def chunked(process: Process, *, config, task: str = "rollout") -> object:
     try:
         if task == "rollout":
             return play(process, config=config)
-        answers.PROMPTS = 8
+        rollouts.HELD_OUT_PROMPTS = 8
         return importlib.import_module(config.task.module).run(
             config, process=process.arrange(policies.topology(config))
         )

@@ -8,8 +8,7 @@ import torch
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.rl.rollout.test_device import OPTIONS, run_of
 from ztk.experiments import grpo
-from ztk.experiments.answer_losses import losses_of
-from ztk.experiments.policy_update import loss_of
+from ztk.experiments.policy_losses import loss_of, losses_of
 from ztk.experiments.rollouts import draw, layout_of, logprobs_of, score_samples
 from ztk.inference import SamplingParams
 from ztk.inference.sample import Cut, Draw, draw_rows

@@ -11,7 +11,7 @@ from tests.rl.rollout.runs import REWARD, config_of, play, rows_of
 from ztk.core.policies.rollout import KlEstimator, KlPlace, RolloutEngineName, RolloutWeights, StageName
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime import Process
-from ztk.experiments import rollout_loop
+from ztk.experiments import grpo
 from ztk.experiments.prompts import Prompts
 from ztk.inference.products import Product
 from ztk.rl.rollout import Samples
@@ -88,13 +88,13 @@ def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size,
 
 def play_on_another_processor(process: Process, *, config) -> tuple[dict, str | None]:
     """Products of the inference engine have other bits. Returns the run and the text of `settle_drawer`."""
-    multiply, settle, said = Product.multiply, rollout_loop.settle_drawer, []
+    multiply, settle, said = Product.multiply, grpo.settle_drawer, []
     Product.multiply = lambda self, x: multiply(self, x) * (1 + 2**-23)
-    rollout_loop.settle_drawer = lambda run: said.append(settle(run)) or said[-1]
+    grpo.settle_drawer = lambda run: said.append(settle(run)) or said[-1]
     try:
         return play(process, config=config), said[0]
     finally:
-        Product.multiply, rollout_loop.settle_drawer = multiply, settle
+        Product.multiply, grpo.settle_drawer = multiply, settle
 
 
 def test_the_trainer_draws_where_the_inference_engine_has_other_bits(plain, ranks, tmp_path):
@@ -167,7 +167,7 @@ def test_one_changed_bit_stops_the_run_and_is_named(ranks, tmp_path):
 
 def play_with_a_fault(process: Process, *, config, layer: str) -> dict:
     """Changes the last bit of the output of `layer` while the policy trains."""
-    open_run = rollout_loop.open_run
+    open_run = grpo.open_run
 
     def opened(*args, **options):
         run = open_run(*args, **options)
@@ -175,11 +175,11 @@ def play_with_a_fault(process: Process, *, config, layer: str) -> dict:
         run.actor.module.get_submodule(layer).register_forward_hook(one_up)
         return run
 
-    rollout_loop.open_run = opened
+    grpo.open_run = opened
     try:
         return play(process, config=config, fails=True)
     finally:
-        rollout_loop.open_run = open_run
+        grpo.open_run = open_run
 
 
 @pytest.mark.parametrize("stage", [0, 3])

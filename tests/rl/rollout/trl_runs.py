@@ -21,11 +21,11 @@ import trl
 from tests.rl.align.trl_runs import byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
-from ztk.experiments import grpo, rollout_loop, rollouts
+from ztk.experiments import grpo, rollouts
+from ztk.experiments.grpo import Update, update_policy
 from ztk.experiments.models import build, full_values, warm_start
-from ztk.experiments.policy_update import Update, update_policy
+from ztk.experiments.policy_run import Run
 from ztk.experiments.prompts import STOP
-from ztk.experiments.rollout_run import Run
 from ztk.nn import Decoder
 from ztk.rl.rollout import Samples
 
@@ -103,7 +103,7 @@ def run_both(
         config = compose(*overrides, output_dir=folder, machine=CPU)
         values = warm_start(config, process=process)
         first = first_values(config, process=process, values=values, ends=ends)
-        rollout_loop.warm_start = lambda config, *, process: first.values
+        grpo.warm_start = lambda config, *, process: first.values
         with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
             ours, recorded = run_ztk(config, process=process)
             model = llama_of(first.values, shape=first.shape, is_reward=False)
@@ -190,11 +190,11 @@ def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]
         record.training.append(time.perf_counter() - started)
         return updated
 
-    rollout_loop.next_samples, rollouts.reward = timed_draw, timed_reward
+    grpo.next_samples, rollouts.reward = timed_draw, timed_reward
     try:
-        rollout_loop.run_task(config, process=process, fill=fill, update=update)
+        grpo.run_task(config, process=process, fill=fill, update=update)
     finally:
-        rollout_loop.next_samples, rollouts.reward = draw, reward
+        grpo.next_samples, rollouts.reward = draw, reward
     written = [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
     record.losses, record.norms = [row["loss"] for row in written], [row["grad_norm"] for row in written]
     return record, recorded

@@ -1,27 +1,124 @@
-"""The policy's update of `task=grpo` and `task=ppo`: from scored samples to an optimizer step."""
+"""The loss of a policy's answers: its tokens' weights, its correction for other log-probabilities, and one micro-batch.
 
-from collections.abc import Mapping, Sequence
+The loss is computed from all logits, or in chunks if they would be large.
+"""
+
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.config import Config
-from ztk.experiments.answer_losses import losses_of
-from ztk.experiments.rollout_run import Run
+from ztk.experiments.policy_run import Run
 from ztk.experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
-from ztk.parallel.pipeline import MicroBatch
-from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, token_weights
+from ztk.inference.sample import fp32_logprobs
+from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, policy_loss, token_weights
 from ztk.rl.rollout import (
     Difference,
+    Layout,
     RolloutMismatch,
     Samples,
+    answer_logits,
     compare,
     first_layer,
+    has_large_logits,
+    hide_of,
     same_experts,
+    token_loss,
 )
+from ztk.rl.rollout.kept import Hide
+from ztk.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerLosses:
+    """loss: weighted sum over tokens, a scalar. logprobs: of the answers, float32 [S, T] without a gradient. clipped: number of tokens
+    whose ratio is outside the clipping range. entropy: sum over the answers' tokens. The last two are float64 scalars.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    clipped: Tensor
+    entropy: Tensor
+
+
+def losses_of(
+    engine: Engine,
+    *,
+    batch: Samples,
+    layout: Layout,
+    policy: PolicyLoss,
+    temperature: float,
+    **given: Tensor | None,
+) -> AnswerLosses:
+    """Runs one forward of the policy over the texts of `batch` in `layout`.
+
+    given: optional arguments of `policy_loss`, but as rows [S, T].
+    """
+    device, length = layout.tokens.device, batch.tokens.shape[1]
+    mask = batch.answer_mask
+    packing = Packing.of(mask, device=device)
+    packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
+    hide = hide_of(batch.kept, mask=mask, device=device)
+    # A sequence's ratio depends on all of its tokens.
+    if policy.ratio == "token" and has_large_logits(engine, tokens=mask.numel()):
+        options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature, "hide": hide}
+        return _in_chunks(engine, layout=layout, mask=mask, **options, **packed)
+    logits = answer_logits(engine, layout=layout, mask=mask)
+    chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
+    seen = logits if hide is None else hide(logits, slice(0, len(logits)))
+    every = fp32_logprobs(seen, temperature=temperature)
+    logprobs = every.gather(1, chosen).squeeze(1)
+    found = policy_loss(logprobs, policy=policy, lengths=packing.lengths, **packed)
+    return AnswerLosses(
+        loss=found.loss,
+        logprobs=packing.unpack(logprobs.detach(), length=length),
+        clipped=found.clipped,
+        entropy=_entropies(every if temperature == 1.0 and hide is None else fp32_logprobs(logits, temperature=1.0))
+        .sum()
+        .double(),
+    )
+
+
+def _in_chunks(
+    engine: Engine,
+    *,
+    layout: Layout,
+    mask: Tensor,
+    packing: Packing,
+    length: int,
+    policy: PolicyLoss,
+    temperature: float,
+    hide: Hide | None,
+    **packed: Tensor | None,
+) -> AnswerLosses:
+    """Computes the loss in chunks.
+
+    A token's loss depends only on its own log-probability, so its gradient can be computed with its chunk.
+    """
+    places, device = packing.places, packing.places.device
+    logprobs = torch.zeros(len(places), device=device)
+    clipped, entropy = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def loss_of(chunk: Tensor, cut: slice, logits: Tensor) -> Tensor:
+        logprobs[cut] = chunk.detach()
+        of_chunk = {name: None if value is None else value[cut] for name, value in packed.items()}
+        found = policy_loss(chunk, policy=policy, **of_chunk)
+        clipped.add_(found.clipped)
+        entropy.add_(_entropies(fp32_logprobs(logits * temperature, temperature=1.0)).sum())
+        return found.loss
+
+    loss = token_loss(engine, layout=layout, mask=mask, loss_of=loss_of, temperature=temperature, hide=hide)
+    rows = packing.unpack(logprobs, length=length)
+    return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
+
+
+@torch.no_grad()
+def _entropies(logprobs: Tensor) -> Tensor:
+    """Returns the entropies of log-probabilities, float32 [..., V], in nats: [...]."""
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:
@@ -33,24 +130,6 @@ def counted(run: Run, *, scored: Scored) -> Tensor:
     if run.config.rollout.mask_truncated:
         counts &= samples.finished
     return counts
-
-
-def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor, **extra: Tensor) -> None:
-    """Starts the updates with a rollout. counts: whether a sample counts, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T]
-    each.
-    """
-    config, samples = run.config, scored.samples
-    values = {
-        "old": samples.logprobs,
-        "advantages": advantages,
-        "weights": weights_of(run, samples=samples, counts=counts),
-    }
-    if config.rollout.identity == "corrected":
-        values["old"] = trainer = rescored(run, samples=samples)
-        values["correction"] = corrected(run, samples=samples, trainer=trainer)
-    if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
-        values["reference"] = scored.reference
-    run.buffer.fill(samples, **values, **extra)
 
 
 def rescored(run: Run, *, samples: Samples) -> Tensor:
@@ -87,74 +166,6 @@ def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
     found = Mismatch.of(run.process.mesh.gather_scalars(sums, label="mismatch").sum(0))
     run.metrics |= {f"rollout_{name}": value for name, value in asdict(found).items()}
     return importance_weights(trainer, form=rollout.correction.value, most=rollout.correction_max, **given)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """loss: this rank's mean over its micro-batches; the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
-
-    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens
-    outside the clipping range.
-    """
-
-    loss: Tensor
-    entropy: float
-    tokens: int
-    metrics: Mapping[str, float]
-
-
-def update_rows(run: Run) -> slice:
-    """Returns the rows of this rank's samples for the next optimizer step."""
-    share = run.config.train.global_batch_size // run.process.mesh.replicas
-    return slice(run.buffer.position * share, (run.buffer.position + 1) * share)
-
-
-def update_policy(run: Run) -> Update:
-    """Runs one optimizer step of the policy. Raises RolloutMismatch if rollout.identity=exact is violated."""
-    config, engine, device = run.config, run.actor, run.process.device
-    assert run.buffer.samples is not None
-    rows = update_rows(run)
-    samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
-    policy = loss_of(config)
-    scale = run.process.mesh.replicas * config.train.accumulation_steps  # compensates for the engine's division
-    sums = torch.zeros(4, dtype=torch.float64)
-    batches = [samples[part] for part in micro_batches(run, samples=samples)]
-    logprobs: list[Tensor] = []  # of each micro-batch, on ranks that compute losses
-
-    def forward_of(number: int, part: slice) -> MicroBatch:
-        batch, own = batches[number], {name: value[part].to(device) for name, value in extra.items()}
-        given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
-        layout = layout_of(run, samples=batch)
-        options = {"layout": layout, "temperature": config.rollout.temperature}
-
-        def scaled_loss(model: Any) -> Tensor:
-            if run.routers is not None:
-                run.routers.begin(batch, layout=layout)
-            found = losses_of(model, batch=batch, policy=policy, **options, **given)
-            logprobs.append(found.logprobs)
-            counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
-            answered, computed = int(batch.answer_mask.sum()), int(batch.lengths.sum())
-            sums.add_(torch.tensor([counts[0], answered, counts[1], computed], dtype=torch.float64))
-            return found.loss * scale
-
-        return layout.micro_batch(scaled_loss)
-
-    def check() -> None:
-        if run.buffer.position == 0:  # on policy: the weights have not changed since the rollout
-            run.metrics["rollout_differing"] = compared(run, batches=batches, logprobs=logprobs)
-
-    parts = enumerate(micro_batches(run, samples=samples))
-    loss = engine.train_batch((forward_of(number, part) for number, part in parts), before_step=check)
-    if run.routers is not None:
-        run.routers.begin(None)
-    totals = run.process.mesh.gather_scalars(sums.to(device), label="update").sum(0).tolist()
-    entropy, tokens, clipped, computed = totals
-    return Update(
-        loss=loss,
-        entropy=entropy / max(1.0, tokens),
-        tokens=int(computed),
-        metrics={"clipped": clipped / max(1.0, tokens)},
-    )
 
 
 def compared(run: Run, *, batches: Sequence[Samples], logprobs: Sequence[Tensor]) -> int:

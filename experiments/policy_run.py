@@ -1,12 +1,14 @@
-"""The state of a run of `task=grpo` and `task=ppo`: models, buffer, guards, and functions that open them."""
+"""The state of a run of `task=grpo` and `task=ppo`: models, buffer and guards; how they are opened, saved and restored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ztk.config import Config, open_environments
+from ztk import checkpoint
+from ztk.config import Config, open_environments, to_yaml
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
@@ -15,10 +17,12 @@ from ztk.experiments.alignment import start_from
 from ztk.experiments.best import Best
 from ztk.experiments.models import Values, build
 from ztk.experiments.packing import packs_rollouts
+from ztk.experiments.pretrain import load_past
 from ztk.experiments.prompts import PAD, Prompts
 from ztk.experiments.reference import BaseModel, build_frozen
 from ztk.experiments.reward_models import RewardModel, open_reward_model
 from ztk.inference.sample import Cut
+from ztk.report import RunFolder
 from ztk.rl.rollout import (
     Ahead,
     Buffer,
@@ -78,6 +82,18 @@ class Run:
         for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
                 engine.close()
+
+    def described(self) -> Iterator[str]:
+        """Yields the lines about prompts and settings of rollouts with which the output begins."""
+        rollout = self.config.rollout
+        yield self.prompts.describe()
+        if rollout.weights is not None:
+            yield f"rollout.weights={self.weights.weights}: {self.weights.reason}"
+        if self.ahead is not None:
+            corrected = (
+                "" if rollout.correction is None else f", corrected by rollout.correction={rollout.correction.value}"
+            )
+            yield f"rollout.ahead=1: answers are drawn one rollout ahead{corrected}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a JSON value, the same on all ranks. A collective call."""
@@ -212,3 +228,83 @@ def open_reference(config: Config, *, actor: Engine, first_values: Values | None
     if config.kl.reference == "frozen":
         return build_frozen(config, process=actor.process, first_values=first_values)
     return BaseModel(actor) if config.kl.reference == "lora_off" else None
+
+
+class Savers:
+    """Checkpoints of all models that a run needs to continue.
+
+    The policy's is saved last, so that it exists only together with the others.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._stack = run, ExitStack()
+        self._policy: checkpoint.Saver | None = None
+        self._others: list[checkpoint.Saver] = []
+        self.folder = RunFolder(run.config.output_dir).checkpoints
+
+    def __enter__(self) -> "Savers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> checkpoint.Saver:
+        if self._policy is None:
+            run, config = self._run, self._run.config
+            trained_only = policies.trained_only(config)
+            keep, keep_every = config.checkpoint.keep or 2, config.checkpoint.keep_every or 0
+            best = bool(config.checkpoint.keep_best)
+            # The others keep one more: if a save stops before the policy's part, the policy's previous checkpoint stays complete.
+            spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every, keep_best=best)
+            self._others = [
+                self._stack.enter_context(
+                    checkpoint.Saver(
+                        engine, folder=self.folder.parent / name, retention=spare, trained_only=trained_only
+                    )
+                )
+                for name, engine in others_of(run).items()
+            ]
+            retention = checkpoint.Retention(keep=keep, keep_every=keep_every, keep_best=best)
+            self._policy = self._stack.enter_context(
+                checkpoint.Saver(
+                    run.actor,
+                    folder=self.folder,
+                    retention=retention,
+                    trained_only=trained_only,
+                    record=to_yaml(config),
+                )
+            )
+        return self._policy
+
+    def save(self, *, data_state: Mapping[str, Any], extra: dict[str, Any], metric: float | None = None) -> None:
+        """Saves all models after the same optimizer step. A collective call.
+
+        data_state: of the run. metric: for `checkpoint.keep_best`; smaller is better.
+        """
+        policy = self._open()
+        for engine in others_of(self._run).values():
+            # A reference makes no steps, so all its checkpoints would have the same name.
+            engine.global_steps = self._run.actor.global_steps
+        for saver in self._others:
+            saver.save(metric=metric)
+        policy.save(data_state=data_state, extra=extra, metric=metric)
+
+
+def others_of(run: Run) -> dict[str, Engine]:
+    """Returns the models other than the policy that a checkpoint needs. With new adapters, the reference is `model.path`."""
+    is_base = policies.trained_only(run.config) and run.config.warm_start.path is None
+    others = {"critic": run.critic, "reference": None if is_base else run.reference}
+    return {name: engine for name, engine in others.items() if isinstance(engine, Engine)}
+
+
+def resume(run: Run) -> dict[str, Any]:
+    """Restores all models and the run from `checkpoint.resume`. Returns the reporter's state."""
+    loaded = load_past(run.config, engine=run.actor)
+    if loaded is None:
+        return {}
+    for name, engine in others_of(run).items():
+        checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
+    run.load_state_dict(loaded.data_state)
+    if run.process.rank == 0:
+        print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")
+    return (loaded.extra or {}) | {"first_step": run.actor.global_steps}
