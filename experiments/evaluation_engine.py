@@ -71,7 +71,7 @@ def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
         pipeline=policies.pipeline_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         initial_values=values,
-        sample_batch=sample_batch(config, device=process.device),
+        sample_batch=sample_batch(config, model=model, device=process.device),
     )
     if isinstance(values, CheckpointValues):
         values.close()

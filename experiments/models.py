@@ -69,7 +69,7 @@ def build(
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
-        sample_batch=sample_batch(config, device=process.device),
+        sample_batch=sample_batch(config, model=model, device=process.device),
         gathers_outputs=True,
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,

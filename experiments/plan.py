@@ -67,7 +67,7 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     """Plans the run of `config`. hardware: defaults to the configuration's. Raises ValueError as `ztk.plan`."""
     made = plan(
         lambda: without_values(config, build=_model),
-        batch=planned_batch(config),
+        batch=planned_batch(config, build=_model),
         world_size=config.launch.ranks,
         topology=policies.topology(config),
         optimizer=policies.planned_policy(config),

@@ -32,7 +32,7 @@ from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_tokens
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.parallel.apply import parallelize
-from ztk.parallel.pipeline import MicroBatch
+from ztk.parallel.pipeline import MicroBatch, PipelineModule
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.train.engine import Engine
 from ztk.train.loop import Loop
@@ -117,7 +117,9 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
-        sample_batch=None if is_own(config, section="data") else sample_batch(config, device=process.device),
+        sample_batch=None
+        if is_own(config, section="data")
+        else sample_batch(config, model=model, device=process.device),
         ema=policies.ema_policy(config),
         **common,
     )
@@ -130,7 +132,7 @@ def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module
     """
     if is_own(config, section="model"):
         model, values = own_model(config), None
-        model.takes_batches = True
+        model.takes_batches = not isinstance(model, PipelineModule)  # which takes inputs and labels
     else:
         model, values = _named_model(config, has_adapters=has_adapters)
     add_loss(config, model=model)
@@ -161,10 +163,11 @@ def adapted(
     return model, adapter_values(values, model=model, seed=seed)
 
 
-def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
+def sample_batch(config: Config, *, model: nn.Module, device: torch.device) -> MicroBatch:
     """Returns a micro-batch of the run's shape, for measuring layers."""
     tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=device)
-    return MicroBatch(args=(tokens, tokens))
+    takes_batches = getattr(model, "takes_batches", False)
+    return MicroBatch(args=((tokens, tokens),) if takes_batches else (tokens, tokens))
 
 
 def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from ztk.data import ItemStream, Share
 from ztk.nn import Decoder
 from ztk.optim import GroupSchedule, TorchStep
 from ztk.optim.elementwise import CLOSURE, is_elementwise
-from ztk.parallel.pipeline import PipelineModule
+from ztk.parallel.pipeline import MicroBatch, PipelineModule
+from ztk.parallel.pipeline.named import NamedLayers
 from ztk.train.engine import Engine
 from ztk.train.loop import Callback
 
@@ -59,13 +61,22 @@ def add_loss(config: Config, *, model: nn.Module) -> None:
     """Makes `model` return the loss of `loss._target_`. Without it the model returns its own loss.
 
     If the batch is a pair (inputs, targets), a user's model is called as model(inputs), and the loss as loss(outputs, targets). Otherwise
-    both get the batch.
+    both get the batch. A user's model that pipeline stages divide gets its layers as `pipeline_layers`.
     """
+    is_divided = config.topology.pipeline > 1 and is_own(config, section="model")
     if "loss" not in config.own:
+        if is_divided and not isinstance(model, PipelineModule) and not hasattr(model, "pipeline_layers"):
+            raise ValueError(
+                f"topology.pipeline={config.topology.pipeline}: a stage runs single modules of the model, so that its forward cannot compute "
+                "the loss; let it return its outputs, and set loss._target_ to a function of outputs and targets"
+            )
         return
     loss = call_later(config.own["loss"])
     if isinstance(model, Decoder):
         model.loss = loss if isinstance(loss, nn.Module) else _LossModule(loss)
+        return
+    if isinstance(model, PipelineModule) and model.loss_fn is None:
+        model.loss_fn = loss
         return
     if not is_own(config, section="model") or isinstance(model, PipelineModule):
         raise ValueError(
@@ -80,10 +91,31 @@ def add_loss(config: Config, *, model: nn.Module) -> None:
     def forward(batch: Any, *, outputs: bool = False) -> Any:
         if outputs:
             return outputs_of(batch)
-        inputs, targets = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, batch)
+        inputs, targets = _pair(batch)
         return loss(outputs_of(inputs), targets)
 
+    if is_divided and not hasattr(model, "pipeline_layers"):
+        model.pipeline_layers = partial(_layers, model, loss=loss)
     replace_forward(model, by=forward)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Returns the inputs of a user's model and the targets of its loss."""
+    return tuple(batch) if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, batch)
+
+
+def _layers(model: nn.Module, *, loss: Callable[[Any, Any], Tensor]) -> NamedLayers:
+    """Returns a user's model as layers, with `loss` at the end of the last one."""
+
+    def finish(outputs: Any, batch: MicroBatch) -> Any:
+        return outputs if batch.kwargs.get("outputs") else loss(outputs, _pair(batch.args[0])[1])
+
+    return NamedLayers(
+        model,
+        inputs=lambda batch: batch.args[0] if batch.kwargs.get("outputs") else _pair(batch.args[0])[0],
+        finish=finish,
+        finish_modules=("own_loss",) if isinstance(loss, nn.Module) else (),
+    )
 
 
 class _LossModule(nn.Module):

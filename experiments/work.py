@@ -83,7 +83,7 @@ def _traced(config: Config, *, build: Build) -> tuple[int, int | None]:
         with torch.random.fork_rng():
             found = count_operations(
                 lambda: without_values(config, build=build),
-                batch=planned_batch(config),
+                batch=planned_batch(config, build=build),
                 recompute=policies.recompute_policy(config),
             )
     except Exception as error:  # noqa: BLE001 - the user's code runs on tensors without values, and trains without this count
@@ -118,15 +118,19 @@ def _peak(config: Config, *, process: Process) -> tuple[float | None, str]:
     return of_machine / process.local_world_size, f"this CPU, {measured.get('source', 'measured')}"
 
 
-def planned_batch(config: Config) -> tuple:
+def planned_batch(config: Config, *, build: Build) -> tuple:
     """Returns the model's arguments for one micro-batch."""
+    takes_batches = False
+    if is_own(config, section="model"):
+        with torch.device("meta"):
+            takes_batches = bool(getattr(without_values(config, build=build), "takes_batches", False))
     if is_own(config, section="data"):
         share = Share(micro_batch=config.train.micro_batch_size)
         batch = own_data(config, share=share)[0].next_batch()
     else:
         tokens = torch.empty(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
         batch = Batch(tokens=tokens, targets=tokens)
-    return model_call(batch, takes_batches=is_own(config, section="model"), device=torch.device("cpu")).args
+    return model_call(batch, takes_batches=takes_batches, device=torch.device("cpu")).args
 
 
 def without_values(config: Config, *, build: Build) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from tests.commands import run_command
 from ztk.config import compose
 from ztk.experiments.plan import find_fixes
+from ztk.experiments.pretrain import build_model
 from ztk.experiments.user_objects import own_callbacks
+from ztk.parallel.pipeline.stages import layered
 from ztk.report.status import read_summary
 
 RESEARCH = Path(__file__).parents[2] / "examples" / "research"
@@ -313,3 +316,152 @@ def test_tensor_plans_of_own_models_act_and_name_their_faults(tmp_path):
     assert failed.returncode == 1 and "tensor plan layers.*.third: the model has no such module" in failed.stderr
     with pytest.raises(ValueError, match="topology.plan: model=tiny has a tensor plan"):
         compose("topology=cut", output_dir=tmp_path, folders=[tmp_path / "conf"])
+
+
+_STAGED = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from ztk.parallel.pipeline import LayerSpec, PipelineModule
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.second(torch.relu(self.first(x)))
+
+    class Plain(nn.Module):
+        def __init__(self, tied=False):
+            super().__init__()
+            self.output, self.embedding = nn.Linear(16, 256, bias=False), nn.Embedding(256, 16)
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+            if tied:
+                self.output.weight = self.embedding.weight
+
+        def forward(self, tokens, unused=None):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.output(x)
+
+    class Staged(Plain):
+        pipeline_plan = ["embedding", "layers", "output"]
+
+    class Scaled(Staged):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x) * 0.5
+            return self.output(x)
+
+    class Short(Plain):
+        pipeline_plan = ["embedding", "layers.0", "layers.1", "output"]
+
+    class Deciding(Staged):
+        def forward(self, tokens):
+            return super().forward(tokens) if tokens.sum() > 0 else None
+
+    class Biased(Staged):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(1))
+
+    class Misspelt(Plain):
+        pipeline_plan = ["embeding", "layers", "output"]
+
+    class Twice(Plain):
+        pipeline_plan = ["embedding", "layers", "layers.1", "output"]
+
+    class Losing(Staged):
+        def forward(self, batch):
+            return loss(super().forward(batch[0]), batch[1])
+
+    def sequential():
+        return nn.Sequential(nn.Embedding(256, 16), Block(), Block(), Block(), nn.Linear(16, 256))
+
+    def listed(loss_fn=None):
+        layers = [LayerSpec(nn.Embedding, 256, 16), *(LayerSpec(Block) for _ in range(3)), LayerSpec(nn.Linear, 16, 256)]
+        return PipelineModule(layers, loss_fn=loss_fn)
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
+
+    def losing():
+        return listed(loss_fn=loss)
+
+    class Weighing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(256))
+
+        def forward(self, outputs, targets):
+            return loss(outputs * self.weight, targets)
+"""
+
+
+def stage(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Trains a model of `_STAGED` for some steps."""
+    (folder / "staged.py").write_text(textwrap.dedent(_STAGED))
+    chosen = (
+        *SMALL,
+        "precision=fp32",
+        "train.accumulation_steps=2",
+        "loss._target_=staged.loss",
+        "launch.threads=1",
+        *words,
+    )
+    last = {word.partition("=")[0]: word for word in chosen}
+    given = [word for word in last.values() if word != "loss._target_=null"]
+    return run_command(*given, f"hydra.run.dir={folder / name}", cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Staged", ("+model.tied=true", "loss._target_=staged.Weighing")),
+        ("sequential", ("topology.schedule=interleaved", "topology.virtual_stages=2")),
+        ("listed", ()),
+        ("losing", ("loss._target_=null",)),
+    ],
+)
+def test_pipeline_stages_of_own_models_train_as_one_rank(tmp_path, model, words):
+    target = f"model._target_=staged.{model}"
+    schedule = [word for word in words if word.startswith("topology.")]
+    rest = [word for word in words if word not in schedule]
+    done = [
+        stage(tmp_path, "one", target, *rest, "launch.ranks=1"),
+        stage(tmp_path, "two", target, *rest, *schedule, "topology=pp2", "zero=stage3"),
+    ]
+    assert all(one.returncode == 0 for one in done), "".join(one.stdout + one.stderr for one in done)
+    one, two = (read_summary(tmp_path / name) for name in ("one", "two"))
+    assert two["world_size"] == 2 and two["parameters"] == one["parameters"]
+    assert two["first_loss"] == pytest.approx(one["first_loss"], rel=1e-6)
+    assert two["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5) and one["final_loss"] < one["first_loss"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("Plain", "give the class an attribute pipeline_plan with the names of its modules"),
+        (
+            "Scaled",
+            "its forward has the operation mul in place of the call of layers.1 with the output of the module before",
+        ),
+        ("Short", "its forward has a call of layers.2.first in place of the call of output"),
+        ("Deciding", "its forward depends on values or sizes of its inputs"),
+        ("Biased", "the parameters bias belong to none of its modules"),
+        ("Misspelt", "the model has no module embeding; it has output, embedding, layers"),
+        ("Twice", "layers.1 is there twice"),
+        ("Losing", "a stage runs single modules of the model, so that its forward cannot compute the loss"),
+    ],
+)
+def test_own_models_that_stages_cannot_run_are_refused(tmp_path, monkeypatch, model, message):
+    (tmp_path / "staged.py").write_text(textwrap.dedent(_STAGED))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "staged", raising=False)
+    words = ["loss._target_=staged.loss"] if model != "Losing" else []
+    config = compose(f"model._target_=staged.{model}", *words, "topology=pp2", output_dir=tmp_path)
+    with pytest.raises(ValueError, match=message):
+        layered(build_model(config)[0])

@@ -184,12 +184,17 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
         yield from interleaved_faults(num_ranks=ranks, num_micro_batches=None, virtual_stages=topology.virtual_stages)
     stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)
     layers = config.model.layers + 2  # embedding and head count as one layer each
-    if stages > layers:
+    if stages > layers and not is_own(config, section="model"):
         yield (
             f"{stages} pipeline stages cannot be made of model.layers={config.model.layers}, embedding and head: use "
             f"topology.pipeline={max(1, layers * ranks // stages)} or a model with more layers"
         )
     yield from partition_faults(topology.partition)
+    if topology.partition == "profile" and is_own(config, section="data"):
+        yield (
+            "topology.partition=profile: measures layers on tokens, and data._target_ has batches of its own; use "
+            "topology.partition=parameters"
+        )
 
 
 def _plan_faults(config: Config) -> Iterator[str]:

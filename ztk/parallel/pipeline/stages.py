@@ -45,8 +45,8 @@ def layered(model: nn.Module) -> LayeredModel:
     if callable(layers := getattr(model, "pipeline_layers", None)):
         return layers()
     raise ValueError(
-        f"topology.pipeline: {type(model).__name__} cannot be cut into stages; write it as a "
-        "ztk.parallel.pipeline.PipelineModule of layers, or use topology.pipeline=1"
+        f"topology.pipeline: {type(model).__name__} cannot be cut into stages; write it as a ztk.parallel.pipeline.PipelineModule of layers, "
+        "or use topology.pipeline=1"
     )
 
 
