@@ -6,8 +6,8 @@
 identity: stages and tiers train to the same bits, without torch's deterministic mode; a host optimizer agrees within rounding.
 memory: model state from the CUDA allocator's counters, compared with the ledger and the formula of the ZeRO paper.
 job: the main job, `python run.py`; its held-out loss must be below the text's byte-bigram entropy.
-overlap: from a trace, the hidden share of copies and collectives, and the step compared with its longest part. On one rank `ztk3+cpu` may
-    take 10 % more.
+overlap: from a trace, the hidden share of copies and collectives, and the step compared with its longest part, the host's update
+    after the backward among them. On one rank `ztk3+cpu` may take 10 % more.
 speed: tokens/s and model FLOP utilisation of a 1B model in bf16.
 volume: bytes per step that a rank's collectives count: 2 per model parameter at stages 0 to 2, 3 at stage 3, in units of a parameter's size.
 

@@ -1,6 +1,6 @@
 """Computes which share of a trace's copies and collectives overlaps with computing, from intervals of Chrome trace events.
 
-overlap = overlap_of(events, seconds=0.3, steps=3)
+overlap = overlap_of(events, seconds=0.3, steps=3, host_seconds=0.2)
 """
 
 from collections.abc import Callable, Iterable
@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Event = dict[str, Any]
+BACKWARD = 2 / 3  # of the kernels' time, without recomputation: two of the three products of each weight
 Spans = list[tuple[float, float]]  # microseconds, in order, none touching the next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Seconds per step. compute: kernels without collectives. to_device, from_device: copies. wire: collectives.
+    """Seconds per step. compute: kernels without collectives. to_device, from_device: copies. wire: collectives. host: the update in main
+    memory.
 
     step: from start to end. hidden: share of copies and collectives during which kernels compute; None without copies and collectives.
-    of_longest: the step divided by the longest of the four; None for a trace without GPU work.
+    of_longest: the step divided by the longest of compute, copies, wire, and the backward followed by the host's update, which a clipped
+    step cannot start earlier; None for a trace without GPU work.
     """
 
     step: float
@@ -24,26 +27,29 @@ class Overlap:
     to_device: float
     from_device: float
     wire: float
+    host: float
     hidden: float | None
     of_longest: float | None
 
 
-def overlap_of(events: Iterable[Event], *, seconds: float, steps: int) -> Overlap:
-    """The overlap per step. events: a trace of `steps` steps that took `seconds` in total."""
+def overlap_of(events: Iterable[Event], *, seconds: float, steps: int, host_seconds: float = 0.0) -> Overlap:
+    """The overlap per step. events: a trace of `steps` steps that took `seconds` in total, and `host_seconds` of updates on the host."""
     known = [event for event in events if event.get("ph") == "X"]
     compute = spans(known, keep=lambda event: _is_kernel(event) and not _is_collective(event))
     wire = spans(known, keep=lambda event: _is_kernel(event) and _is_collective(event))
     to_device, from_device = (spans(known, keep=_copies(way)) for way in ("HtoD", "DtoH"))
     moved = merged([*wire, *to_device, *from_device])
-    longest = max(map(length, (compute, wire, to_device, from_device)))
+    lanes = [length(lane) for lane in (compute, wire, to_device, from_device)]
+    longest = max(*lanes, BACKWARD * lanes[0] + 1e6 * host_seconds)
     return Overlap(
         step=seconds / steps,
         compute=length(compute) / 1e6 / steps,
         to_device=length(to_device) / 1e6 / steps,
         from_device=length(from_device) / 1e6 / steps,
         wire=length(wire) / 1e6 / steps,
+        host=host_seconds / steps,
         hidden=length(common(moved, compute)) / length(moved) if moved else None,
-        of_longest=seconds * 1e6 / longest if longest else None,
+        of_longest=seconds * 1e6 / longest if any(lanes) else None,
     )
 
 

@@ -28,6 +28,7 @@ def test_items_of_one_rank(ranks, contender):
     assert speed["tokens_per_second"] > 0 and speed["mfu"] is None and speed["peak_bytes"] is None
     (overlap,) = ranks(1).run(gpu_training.overlap, contender=contender)
     assert overlap["step"] > 0 and overlap["hidden"] is None
+    assert (overlap["host"] > 0) == (contender == "ztk3+cpu")
     (memory,) = ranks(1).run(gpu_training.memory, stage="3", tier="cpu")
     assert memory["agrees"] and memory["allocator"] is None
 
@@ -42,7 +43,7 @@ def test_the_workspace_of_products_is_no_memory_of_the_model(monkeypatch):
 
 def test_the_step_of_stage_3_has_a_limit_from_its_longest_part():
     """The limit is 10 % above the longest of computing and copying. Stage 2 and several ranks are only shown, and a dry run has no ratio."""
-    row = {"ranks": 1, "step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0}
+    row = {"ranks": 1, "step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0, "host": 0.0}
     for name, ratio, count in (("ztk3", 1.2, 1), ("ztk3", 1.1, 0), ("ztk3", None, 0), ("ztk2", 1.2, 0)):
         found = gpu_training.overlap_faults(row | {"contender": f"{name}+cpu", "of_longest": ratio})
         assert len(found) == count

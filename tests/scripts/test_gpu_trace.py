@@ -29,6 +29,13 @@ def test_hidden_share_and_ratio_of_the_step_to_its_longest_part():
     assert abs(found.of_longest - 3.0) < 1e-12 and found.step == 150e-6
 
 
+def test_the_host_updates_after_the_backward():
+    """An update of 200 on the host is the longest part, after the backward's two thirds of 90."""
+    events = [event("gemm", start=0, stop=90, cat="kernel")]
+    found = overlap_of(events, seconds=286e-6, steps=1, host_seconds=200e-6)
+    assert found.host == 200e-6 and abs(found.of_longest - 1.1) < 1e-12
+
+
 def test_a_trace_without_a_gpu_has_no_shares():
     found = overlap_of([event("aten::mm", start=0, stop=5, cat="cpu_op")], seconds=1.0, steps=1)
     assert found.hidden is None and found.of_longest is None
