@@ -129,7 +129,7 @@ def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
     else:
         assert done.returncode == 0, done.stderr
         assert summary["status"] == "done"
-        assert "launch:\n  ranks: 2  # " in (folder / "config.yaml").read_text()
+        assert "\n  ranks: 2  # " in (folder / "config.yaml").read_text()
 
 
 def test_a_closed_pipe_ends_no_run(tmp_path):
