@@ -163,8 +163,8 @@ def adapted(
     return model, adapter_values(values, model=model, seed=seed)
 
 
-def sample_batch(config: Config, *, model: nn.Module, device: torch.device) -> MicroBatch:
-    """Returns a micro-batch of the run's shape, for measuring layers."""
+def sample_batch(config: Config, *, device: torch.device, model: nn.Module | None = None) -> MicroBatch:
+    """Returns a micro-batch of the run's shape, for measuring layers. model: the one that takes it, by default one of ztk's."""
     tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=device)
     takes_batches = getattr(model, "takes_batches", False)
     return MicroBatch(args=((tokens, tokens),) if takes_batches else (tokens, tokens))
