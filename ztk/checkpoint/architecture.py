@@ -93,7 +93,7 @@ def is_turned(manifest: Manifest) -> bool:
 
 
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """Returns (own name -> exported name, config.json or None) of a checkpoint. dtype: of the weights.
+    """Returns (own name -> exported name, config.json or None) of a checkpoint. dtype: the weights' dtype in config.json.
 
     A model with adapters of peft has no config.json, because it has peft's names, which no transformers model uses.
     """

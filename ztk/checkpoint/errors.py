@@ -18,7 +18,7 @@ class DamagedCheckpoint(CheckpointError):
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written. The message names rank, file and cause; the previous checkpoint is unchanged.
 
-    step: of the checkpoint that is not there; None if only older checkpoints could not be removed.
+    step: the step whose checkpoint is missing. It is None if only older checkpoints could not be removed.
     """
 
     step: int | None = None

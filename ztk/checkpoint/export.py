@@ -60,7 +60,7 @@ class Weights:
         ema: bool = False,
         is_merged: bool = False,
     ) -> None:
-        """dtype: of floating-point parameters. Defaults to the model's compute dtype.
+        """dtype: the dtype of floating-point parameters. Defaults to the model's compute dtype.
         names: own name -> exported name of the tensors to export. Defaults to all tensors under their own names.
         ema: exports the moving average of trained parameters.
         is_merged: merges adapters: exports W + alpha / rank B A, summed in float32, in place of W, and leaves out A and B.
@@ -173,8 +173,8 @@ def export_safetensors(
     names and configuration. A "config" in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if there
     is one, and the configuration then lists its special tokens, such as the end of a text.
 
-    path: as for `load`.
-    dtype: of the weights. Defaults to the model's compute dtype.
+    path: the same as for `load`.
+    dtype: the weights' dtype. Defaults to the model's compute dtype.
     shard_bytes: largest size of a file.
     ema: exports the moving average in place of the weights.
 
@@ -256,7 +256,7 @@ def export_adapter(
 ) -> ExportReport:
     """Writes `to/adapter_model.safetensors` and `to/adapter_config.json` for `peft.PeftModel.from_pretrained(base, to)`.
 
-    path: as for `load`. A checkpoint of only the trained parameters is enough.
+    path: the same as for `load`. A checkpoint of only the trained parameters is enough.
 
     Raises:
         CheckpointError: the checkpoint is damaged or the model had no such adapter.

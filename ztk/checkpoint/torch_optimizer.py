@@ -83,7 +83,7 @@ def check_progress(engine: Engine, *, manifest: Manifest) -> None:
 def restore_progress(engine: Engine, *, manifest: Manifest | None, reader: StateReader, keep: Collection[str]) -> None:
     """Restores the values of `gather_progress` and `gather_missed`.
 
-    manifest: the checkpoint's, or None to restart. reader: of its tensors. keep: parameters whose state must not change.
+    manifest: the checkpoint's, or None to restart. reader: reads its tensors. keep: parameters whose state must not change.
     """
     own = {placement.name for bucket in engine.zero.buckets for placement in bucket.layout.placements}
     missed = {} if manifest is None else manifest.missed_updates

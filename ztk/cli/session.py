@@ -479,7 +479,7 @@ class Session:
     def _be_rank(self, config: Config, *, owner: RunOwner | None = None, is_done: bool = False) -> Status:
         """Runs this process as a rank of another launcher. A failed rank writes the summary with the first known cause.
 
-        owner: of the run folder, on rank 0.
+        owner: owns the run folder on rank 0; None on the other ranks.
 
         Raises:
             ConfigError: rank 0 refused the run, or a rank does not see the run folder, where checkpoints need it.

@@ -23,7 +23,7 @@ def submit_run(
 ) -> None:
     """Writes the job of a run into its folder and submits it, or prints it with `launch.dry_run`.
 
-    words: of the run's command line. flags: its `--config-dir`. show: prints the job.
+    words: the run's command line. flags: its `--config-dir`. show: prints the job.
 
     Raises:
         ConfigError: an earlier job of this folder waits or runs, or Slurm has refused this one.

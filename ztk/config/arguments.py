@@ -132,7 +132,7 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
 
 
 def own_groups(folders: Sequence[str]) -> frozenset[str]:
-    """Returns the groups that only the user's folders have. folders: of the option files; the first is ztk's."""
+    """Returns the groups that only the user's folders have. folders: hold the option files; the first is ztk's."""
     return frozenset(options_of([*folders[1:]])) - frozenset([*options_of([*folders[:1]]), *FREE, *OBJECTS])
 
 
@@ -216,7 +216,7 @@ def declare_groups(groups: Iterable[str] = ()) -> None:
 def _for_hydra(
     override: str, *, options: Mapping[str, Sequence[str]], groups: frozenset[str], own: frozenset[str]
 ) -> str:
-    """Returns an accepted override as Hydra reads it. groups: of the user's. own: sections that take any key."""
+    """Returns an accepted override as Hydra reads it. groups: the user's option groups. own: sections that take any key."""
     name = named_by(override)
     if name in _NULLABLE and is_emptied(name, words=[override]):
         return f"~{name}" if name in options else f"{name}=null"  # Hydra has no null for groups
@@ -278,7 +278,7 @@ def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> Non
 
 
 def _user_keys(folders: Sequence[str], *, groups: frozenset[str]) -> list[str]:
-    """Returns the keys below `user` that the user's option files set or refer to. groups: of the user's, which set user.GROUP."""
+    """Returns the keys below `user` that the user's option files set or refer to. groups: the user's option groups, which set user.GROUP."""
     found: set[str] = set()
     for path in (path for folder in folders for path in Path(folder).glob("*/*.yaml")):
         try:

@@ -43,7 +43,7 @@ def check_named_code(
 ) -> None:
     """Raises ConfigError for words of a record that name code, unless the command line has them, too.
 
-    record: the file, for the message. given: words of the command line. folders: of the user's option files.
+    record: the file, for the message. given: words of the command line. folders: hold the user's option files.
     """
     repeated = {f"{named_by(word)}={value}" for word in given for value in _values(word)}
     found = [word for word in code_words(recorded, folders=folders) if word.lstrip("+~") not in repeated]
@@ -61,7 +61,7 @@ def code_words(recorded: Sequence[str], *, folders: Sequence[str] = ()) -> list[
 
     If an option file of the user's takes a name of code from other keys (`_target_: ${user.kind}`), every key of the user's is such a word.
 
-    folders: of the user's option files.
+    folders: hold the user's option files.
     """
     is_open = any(_is_open(file) for folder in folders for file in Path(folder).glob("*/*.yaml"))
     return [word for word in dict.fromkeys(recorded) if names_code(word) or (is_open and _is_of_user(word))]

@@ -54,7 +54,7 @@ class GroupReference:
 
 
 def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
-    """Returns group -> its reference, in the order of the schema. folders: of the option files; the first has `config.yaml`."""
+    """Returns group -> its reference, in the order of the schema. folders: hold the option files; the first has `config.yaml`."""
     root = yaml.safe_load(Path(folders[0], "config.yaml").read_text(encoding="utf-8"))
     usual = {group: option for entry in root["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
     options = options_of(list(folders))

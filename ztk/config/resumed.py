@@ -37,7 +37,7 @@ class Resumed:
     run: Path | None = None
 
     def hints(self, fault: ConfigError, *, folders: Sequence[str]) -> ConfigError:
-        """Returns a fault of the words, with the `--config-dir` that the run had and the command line lacks. folders: of the line."""
+        """Returns a fault of the words, with the `--config-dir` that the run had and the command line lacks. folders: the command line's."""
         try:
             environment = json.loads(Path(self.run or "", "env.json").read_text(encoding="utf-8"))
             had = extra_folders(split_flags(shlex.split(environment["command"]))[0])
@@ -55,7 +55,7 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False, folders: Se
     Words of the command line replace the run's; an option of a group (`offload=none`) also replaces the run's keys of that group. `auto`
     continues the folder's own run with a repeated command line, so nothing is added.
 
-    has_ranks: whether another launcher has started the ranks. folders: of the user's option files.
+    has_ranks: whether another launcher has started the ranks. folders: hold the user's option files.
 
     Raises ConfigError if a word of the run names code, unless the command line sets its key, too, or has `trust=true`.
     """

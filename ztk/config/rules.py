@@ -128,7 +128,7 @@ def _compared_engines(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _compared_optimizers(config: Config, *, name: str) -> Iterator[str]:
-    """Faults of optimizers other than torch's AdamW on float32 weights. name: of the engine."""
+    """Faults of optimizers other than torch's AdamW on float32 weights. name: the engine's name."""
     optimizer = config.optimizer.name
     if is_own(config, section="optimizer"):
         yield f"optimizer.{TARGET}: zero={name} runs torch's AdamW; use zero=stage0 to stage3"

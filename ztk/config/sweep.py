@@ -23,7 +23,7 @@ class SweepWords:
 
 
 def take_sweep_keys(words: Sequence[str]) -> SweepWords:
-    """Extracts `sweep.*`. words: as returned by `parse_arguments`.
+    """Extracts `sweep.*`. words: the result of `parse_arguments`.
 
     Raises ConfigError for numbers out of range and keys with several values.
     """

@@ -15,7 +15,7 @@ from ztk.data.stream import Share, Stream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemBatch:
-    """One micro-batch of one rank, on CPU. items: the collated items. weight: of its mean loss, as in `Batch`."""
+    """One micro-batch of one rank, on CPU. items: the collated items. weight: factor of its mean loss, the same as in `Batch`."""
 
     items: Any
     weight: float = 1.0
@@ -98,7 +98,7 @@ _END = object()
 def held_out_items(dataset: Any, *, share: Share, num_items: int, seed: int) -> list[ItemBatch]:
     """Returns this rank's micro-batches of the first `num_items` items, or of all if there are fewer. Always the same ones.
 
-    Weights are as in `held_out_batches`. Only the ranks and the micro-batch size of `share` are used. seed: of draws of the dataset.
+    Weights are the same as in `held_out_batches`. Only the ranks and the micro-batch size of `share` are used. seed: seeds the dataset's draws.
     """
     items: Iterable[Any] = (
         dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))

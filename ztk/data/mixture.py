@@ -81,7 +81,7 @@ def held_out_batches(
     """Yields this rank's micro-batches of `num_sequences` sequences, or of all if there are fewer: in proportion to the weights of their
     sources, at least one from each, and spread evenly over its tokens. They are always the same.
 
-    parts: tokens [n] of each source. end: as in `Stream`. share: only its ranks and micro-batch size are used.
+    parts: tokens [n] of each source. end: the same as in `Stream`. share: only its ranks and micro-batch size are used.
 
     Raises:
         ValueError: a part is shorter than one sequence.

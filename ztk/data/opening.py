@@ -40,7 +40,7 @@ def opened(path: Path) -> BinaryIO:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """An open parquet or arrow file. schema: pyarrow's. reader: of its record batches."""
+    """An open parquet or arrow file. schema: pyarrow's. reader: reads its record batches."""
 
     path: Path
     schema: Any

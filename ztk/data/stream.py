@@ -164,7 +164,7 @@ class TokenStream(Stream):
     def __init__(
         self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "", end: int | None = None
     ) -> None:
-        """data: uint8 or int [num_tokens], memory-mapped or not. digest: identifies it in checkpoints. end: as in `Stream`.
+        """data: uint8 or int [num_tokens], memory-mapped or not. digest: identifies it in checkpoints. end: the same as in `Stream`.
 
         Raises ValueError if `data` is shorter than one sequence.
         """
@@ -224,7 +224,7 @@ def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: 
 
     The mean over ranks and batches of their weighted mean losses is the mean over all counted targets; see [Note: Uneven parts].
 
-    read: number -> tokens, int64 [seq_len + 1]. end: as in `Stream`.
+    read: number -> tokens, int64 [seq_len + 1]. end: the same as in `Stream`.
     """
     own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
     total = _count_targets(count, read=read, end=end)

@@ -34,7 +34,7 @@ class SubwordTokenizer:
     """A tokenizer with the interface of `ByteTokenizer`. See [Note: Documents and texts].
 
     vocab_size: largest token + 1. end: the token that ends a document. begin, after: tokens that the tokenizer adds before and after
-    every text. digest: of the tokenizer's file, its end token and `begin`.
+    every text. digest: hash of the tokenizer's file, its end token and `begin`.
     """
 
     folder: Path

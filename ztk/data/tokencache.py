@@ -108,8 +108,8 @@ class TokenPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The progress of a build. nbytes: of text, as UTF-8. share: fraction of the files' bytes that was read; compressed files, parquet
-    and arrow count when they are complete.
+    """The progress of a build. nbytes: bytes of UTF-8 text that were read. share: fraction of the files' bytes that was read; compressed
+    files, parquet and arrow count when they are complete.
     """
 
     documents: int

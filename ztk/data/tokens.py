@@ -23,7 +23,7 @@ class TextPolicy:
     """How to read text.
 
     paths: default to the source code of the standard library. tokenizer: bytes, train or a folder.
-    weights: of the entries of `paths`. If omitted, all entries form one order.
+    weights: one for each entry of `paths`. If omitted, all entries form one order.
     keeps_apart: keeps documents in a sequence apart; see [Note: Documents in a sequence].
     """
 
@@ -38,7 +38,7 @@ class TextPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCorpus:
-    """Tokens of one or more sources with their weights. keeps_apart: as in `TextPolicy`."""
+    """Tokens of one or more sources with their weights. keeps_apart: the same as in `TextPolicy`."""
 
     parts: tuple[TokenPart, ...]
     weights: tuple[float, ...]

@@ -98,8 +98,8 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Writes the weights as files of torch.save, or of safetensors, in the layout of the Hugging Face hub.
 
-    dtype: of floating-point weights: float32, float16 or bfloat16. max_shard_size: bytes, or a text such as "5GB", or None for one file.
-    It also bounds the memory in use. A safetensors file has tied weights under their first name only.
+    dtype: dtype of floating-point weights, which is float32, float16 or bfloat16. max_shard_size: bytes, or a text such as "5GB", or None
+    for one file. It also bounds the memory in use. A safetensors file has tied weights under their first name only.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=True

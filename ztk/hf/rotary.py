@@ -23,7 +23,7 @@ _by_kernel: ContextVar[bool] = ContextVar("ztk_rotary_by_kernel", default=False)
 
 
 class Rotation:
-    """`apply_rotary_pos_emb` of a file. Uses the kernel inside `by_kernel()`. interleaved: as in `ztk.kernels.rope`."""
+    """`apply_rotary_pos_emb` of a file. Uses the kernel inside `by_kernel()`. interleaved: the same as in `ztk.kernels.rope`."""
 
     def __init__(self, original: Callable, *, interleaved: bool) -> None:
         self.original, self.interleaved = original, interleaved

@@ -56,7 +56,7 @@ class SafetensorsSlices:
 
 
 class _File:
-    """A safetensors file. nbytes: of values, read so far."""
+    """A safetensors file. nbytes: bytes of values that were read so far."""
 
     def __init__(self, path: str) -> None:
         self.nbytes = 0

@@ -124,7 +124,7 @@ def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
 def check_biases(names: Iterable[str], *, config: Mapping[str, Any]) -> None:
     """Raises ValueError for biases that llama.cpp's graph of the family does not add, and for a part of the ones that it needs.
 
-    names: of the tensors in the file.
+    names: the names of the file's tensors.
     """
     name = ARCHITECTURES[config["model_type"]]
     biases = {one for one in names if one.endswith(".bias")}

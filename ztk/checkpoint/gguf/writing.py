@@ -51,7 +51,7 @@ def export_gguf(
     path: a checkpoint as for `load`, or a folder with config.json and safetensors files.
     kind: storage format of matrices, of `KINDS`, rounded as in the package gguf. With 4-bit kinds, embedding and head are Q8_0. Vectors
     are always F32.
-    ema: as in `export_safetensors`.
+    ema: the same as in `export_safetensors`.
 
     The file is read again, and compared with the values that were written, before it gets its name.
 

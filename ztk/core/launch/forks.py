@@ -22,7 +22,7 @@ _LOST = -9  # the exit code of a rank whose interpreter was killed, which ends i
 
 
 class Forker:
-    """Forks children from an interpreter that it starts. threads: of every rank, read by libraries when they are loaded.
+    """Forks children from an interpreter that it starts. threads: number of each rank's threads, which libraries read when they are loaded.
 
     The interpreter and its forks end with `close`, and with the process that created this object.
     """

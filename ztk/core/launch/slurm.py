@@ -24,7 +24,7 @@ class SlurmError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """A job. command: one task. options: of sbatch, in addition to those for signals and requeues. setup: shell lines in front of srun.
+    """A job. command: one task. options: sbatch's, in addition to those for signals and requeues. setup: shell lines in front of srun.
     container: words between srun and the command. log: its file, with %j for the number. requeues: how often it may requeue itself.
     """
 

@@ -21,7 +21,7 @@ def master_of(states: str, *, master: str | None) -> str:
 
 
 def states_faults(states: str, *, name: str) -> Iterator[str]:
-    """name: of the optimizer."""
+    """Yields the faults of the optimizer's `states`. name: the optimizer's name."""
     if states not in STATES:
         yield f"optimizer.states={states}: must be one of {', '.join(STATES)}"
     elif states != "fp32" and name != "adamw":
@@ -29,7 +29,7 @@ def states_faults(states: str, *, name: str) -> Iterator[str]:
 
 
 def compact_faults(*, name: str, states: str, master: str | None, dtype: str, averages: bool) -> Iterator[str]:
-    """name: of the optimizer. dtype: fp32, bf16 or fp16, of the parameters. averages: a moving average of the weights is kept."""
+    """name: the optimizer's name. dtype: the parameters', one of fp32, bf16 and fp16. averages: a moving average of the weights is kept."""
     yield from states_faults(states, name=name)
     if master not in (None, *MasterWeights):
         yield f"precision.master={master}: must be one of {', '.join(MasterWeights)}, or null: stochastic with optimizer.states=8bit, else fp32"

@@ -164,8 +164,8 @@ def key_faults(
     does not act.
 
     values: a policy, which may lack keys. None is "not given", and where a key does not act, so are 0 and False. keys: the class that
-    declares the keys of `section`. place: of `values` in the message, by default the section. of: the policy whose fields decide whether a
-    key acts, by default `values`. others: ranges of attributes that no key sets.
+    declares the keys of `section`. place: names `values` in the message, by default with the section. of: the policy whose fields decide
+    whether a key acts, by default `values`. others: ranges of attributes that no key sets.
     """
     of, place = values if of is None else of, place or section
     usual = {field.name: field.default for field in fields(values)}

@@ -34,7 +34,7 @@ class Starter(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A text that stays on one line. pattern: of the whole text. words: describes it."""
+    """A text that stays on one line. pattern: matches the whole text. words: describe it."""
 
     pattern: str = r"[^\n\r]*\S[^\n\r]*"
     words: str = "text on one line"

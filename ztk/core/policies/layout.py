@@ -40,6 +40,6 @@ def hpz_faults(size: int, *, data_ranks: int, model_ranks: int) -> Iterator[str]
 
 
 def hpz_topology_faults(size: int, *, intra_node: int) -> Iterator[str]:
-    """size: `zero.hpz_partition_size`, ranks. intra_node: of the process's topology."""
+    """size: `zero.hpz_partition_size`, ranks. intra_node: ranks of one node in the process's topology."""
     if size not in (1, intra_node):
         yield f"zero.hpz_partition_size={size}: arrange the process with Topology(intra_node={size})"

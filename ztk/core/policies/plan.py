@@ -119,6 +119,6 @@ def rank_faults(plan: PlanConfig) -> Iterator[str]:
 
 
 def untraced(*, partition: str | None) -> Iterator[str]:
-    """One line per fault. partition: of a pipeline, or None without one."""
+    """One line per fault. partition: the pipeline's, or None without a pipeline."""
     if partition == "profile":
         yield "topology.partition=profile: a plan computes nothing and cannot measure layers; use topology.partition=parameters"

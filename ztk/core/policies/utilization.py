@@ -14,7 +14,7 @@ AGAIN = (
 
 
 def utilization(flops: float, *, seconds: float, rate: float) -> float:
-    """MFU of the model's operations, HFU of the computed ones. flops: of one device in `seconds`. rate: its peak, per second."""
+    """MFU of the model's operations, HFU of the computed ones. flops: operations of one device in `seconds`. rate: its peak, per second."""
     return flops / seconds / rate
 
 

@@ -93,7 +93,7 @@ def read_pipeline(given: object, *, findings: Findings) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hybrid:
-    """The section with its own names. max_out_tokens: of prompt and answer together. release_inference_cache: frees the buffers of
+    """The section with its own names. max_out_tokens: limit of prompt and answer together. release_inference_cache: frees the buffers of
     gathered parameters after every text.
     """
 

@@ -50,7 +50,7 @@ class Settings(TopLevel):
 
     optimizer, schedule, activation_checkpointing, hybrid: None without such a section.
     autocast: the dtype of torch.autocast around the forward.
-    buffer_dtype: of floating-point buffers. None keeps the model's dtypes.
+    buffer_dtype: dtype of floating-point buffers. None keeps the model's dtypes.
     static_loss_scale: 0 for dynamic.
     notes: accepted keys without effect in ztk, with the reason.
     """

@@ -201,7 +201,7 @@ USUAL_CLASSES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeafModules:
-    """Classes by names or full names, modules by names or their last parts. wanted: as configured."""
+    """Classes by names or full names, modules by names or their last parts. wanted: the configured value."""
 
     classes: tuple[str, ...] = USUAL_CLASSES
     names: tuple[str, ...] = ()

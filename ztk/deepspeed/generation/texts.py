@@ -157,7 +157,7 @@ def situation_refusal(
 ) -> str | None:
     """Returns why no call can be answered now, or None.
 
-    streams: parameters are gathered one unit at a time. elements: of the model, in `dtypes`.
+    streams: parameters are gathered one unit at a time. elements: the model's, in `dtypes`.
     most_elements: limit of gathered elements, or None if all parameters are on every rank. free_bytes: this rank's part of main memory.
     """
     if streams:

@@ -41,7 +41,7 @@ _STEPS = {cls: unhooked(cls.step) for cls in _CLASSES}
 class TrainedGroups:
     """The policy, and the groups in the script's form (dicts with "params") and by name.
 
-    client: the script's optimizer, or None. defaults: as of a torch optimizer.
+    client: the script's optimizer, or None. defaults: options of groups that do not set them, as in a torch optimizer.
     """
 
     policy: OptimizerPolicy

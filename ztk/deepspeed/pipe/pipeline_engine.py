@@ -176,7 +176,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Returns None: `loss_fn` returns the only loss."""
 
     def get_model_parallel_rank(self) -> int:
-        """As `PipelineParallelGrid.get_model_parallel_rank`."""
+        """Returns the same as `PipelineParallelGrid.get_model_parallel_rank`."""
         return self.grid.get_model_parallel_rank()
 
     # Unsupported by pipelines

@@ -200,7 +200,7 @@ def configure(
 
 
 def configure_from(section: ActivationCheckpointing, *, comm: Comm | None = None) -> None:
-    """Called by `initialize` if the configuration has the section. comm: of the tensor-parallel ranks."""
+    """Called by `initialize` if the configuration has the section. comm: communicates between the tensor-parallel ranks."""
     _checkpointing.comm = comm if comm is not None else _checkpointing.comm
     _checkpointing.set(section)
     _checkpointing.is_configured = True

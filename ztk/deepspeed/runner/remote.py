@@ -48,7 +48,7 @@ def reach(
 ) -> Reach:
     """Returns the commands for all machines of the plan.
 
-    options: of the launcher itself. prepare: a shell script to source first, for example of a virtual environment.
+    options: the launcher's own. prepare: a shell script to source first, for example of a virtual environment.
     """
     exports = exported(os.environ, files=(Path.home() / DEEPSPEED_ENVIRONMENT_NAME, Path(DEEPSPEED_ENVIRONMENT_NAME)))
     if launcher == "ssh":

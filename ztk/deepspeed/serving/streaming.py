@@ -65,7 +65,7 @@ def stream(
 ) -> DeepSpeedEngine:
     """Takes over the model's parameters, frozen and without optimizer states. A collective call.
 
-    parts: of a model that is cut over tensor-parallel ranks.
+    parts: this rank's parts of a model that is cut over tensor-parallel ranks.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -27,7 +27,7 @@ def this_process(
 
     The rank comes from a launcher's environment, from the arguments of `join`, or from a process group that the script has joined itself.
 
-    timeout: of every collective, fixed by the first call. Raises ValueError for dist_init_required=False before torch.distributed is
+    timeout: limit of every collective, fixed by the first call. Raises ValueError for dist_init_required=False before torch.distributed is
     initialised.
     """
     global _process
@@ -121,7 +121,7 @@ def init_distributed(
     rank, world_size, init_method: for scripts that start their ranks themselves (torch.multiprocessing.spawn). By default they come from
     the environment, else tcp on this machine and distributed_port.
     dist_backend: gloo or nccl. ztk uses NCCL if there are GPUs.
-    timeout: of every collective, 10 minutes by default.
+    timeout: limit of every collective, 10 minutes by default.
     dist_init_required: with False, the script must have joined already.
     verbose, config, auto_mpi_discovery: accepted and ignored.
 

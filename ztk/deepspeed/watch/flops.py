@@ -75,7 +75,7 @@ class FlopsProfiler:
         self._counter, self._seconds, self.started = None, 0.0, False
 
     def profile(self, *, depth: int = -1) -> Profile:
-        """Returns the counts so far. depth: of the table's modules, -1 for all."""
+        """Returns the counts so far. depth: depth of the modules in the table, -1 for all."""
         return Profile(
             params=parameters_of(self.model),
             flops=0 if self._counter is None else self._counter.get_total_flops(),
@@ -153,7 +153,7 @@ def get_model_profile(
 ) -> tuple:
     """Returns (flops, macs, params) of one forward of the model in eval mode, as numbers or texts.
 
-    input_shape: of one tensor in the model's dtype. Alternatively, args and kwargs are the model's arguments. mode: forward or generate.
+    input_shape: shape of one tensor in the model's dtype. Alternatively, args and kwargs are the model's arguments. mode: forward or generate.
 
     Raises ValueError without any arguments for the model.
     """

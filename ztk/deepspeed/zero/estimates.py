@@ -31,7 +31,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[MemoryNeeds]:
-    """As `..._all_live`, for a number of parameters."""
+    """Prints the table of `..._all_live` for a number of parameters."""
     gpus = num_gpus_per_node * num_nodes
     needs = [
         MemoryNeeds(
@@ -65,7 +65,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> list[MemoryNeeds]:
-    """As `..._all_live`, for numbers of parameters."""
+    """Prints the table of `..._all_live` for a number of parameters and the size of the largest layer."""
     gpus, largest = num_gpus_per_node * num_nodes, 4 * largest_layer_params
     needs = []
     for optimizer, params in ((True, True), (True, False), (False, False)):

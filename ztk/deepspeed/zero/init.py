@@ -50,7 +50,7 @@ class Init:
     of "auto" are ignored.
     remote_device: cpu or nvme; takes precedence over the configuration.
     pin_memory: accepted and ignored; shards are copied once, into the engine's memory.
-    dtype: of the shards. By default the model's, so that the engine's fp32 master weights lose no precision, also in 16 bit.
+    dtype: dtype of the shards. By default the model's, so that the engine's fp32 master weights lose no precision, also in 16 bit.
     data_parallel_group, sequence_data_parallel_group: must span all ranks, or be None.
     enabled: with False, Init has no effect.
     mem_efficient_linear, tensor_overrides: accepted and ignored; ztk keeps no gathered weight for a linear layer's backward, and does not

@@ -26,7 +26,7 @@ class Transport:
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
-        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
+        """Sums `full` [size * n] into `own` [n] like `all_reduce`, in any dtype and in an order that the transport chooses."""
         return self.all_reduce(full, own=own, label=label)
 
     def maximum(self, rows: Tensor, *, own: Tensor, label: str) -> None:
