@@ -66,7 +66,7 @@ class Merged(Mapping[str, Tensor]):
 
 
 def adapted_layers(base: Weights, *, reader: WeightReader, changed: frozenset[str]) -> list[Layer]:
-    """The layers of `base` with own products where a weight of `changed` is in them. reader: of the merged parameters.
+    """The layers of `base` with own products where a weight of `changed` is in them. reader: reads the merged parameters.
 
     Raises:
         ValueError: a weight of `changed` is in no product of attention, of an MLP or of a shared expert.

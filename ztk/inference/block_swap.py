@@ -33,8 +33,8 @@ class MainMemory:
 
 
 class SwapFile:
-    """As `MainMemory`, in a file without a name in `policy.nvme_path`, for copies of `nbytes` bytes; it grows to the most blocks that were out
-    at one time. counters: bytes that were read and written.
+    """Does the work of `MainMemory` in an unnamed file in `policy.nvme_path`, for copies of `nbytes` bytes; it grows to the most blocks
+    that were out at one time. counters: bytes that were read and written.
 
     Raises:
         ValueError: the folder is not on a disk that takes direct I/O.

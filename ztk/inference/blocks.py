@@ -50,7 +50,8 @@ class BlockPool:
         return self._matched(tokens, owner=owner)[0]
 
     def match_tail(self, tokens: list[int], *, owner: Hashable = None) -> tuple[list[int], int]:
-        """As `match`, with the tail that goes on with most of the next tokens, if there is one; and the number of all these tokens."""
+        """Returns the blocks of `match` and the tail that shares most of the next tokens, if there is one; and the number of all these
+        tokens."""
         found, node = self._matched(tokens, owner=owner)
         left = tuple(tokens[len(found) * BLOCK : (len(found) + 1) * BLOCK])
         common = {block: _common(self._tails[block][1], other=left) for block in self._tails_of.get(node, ())}

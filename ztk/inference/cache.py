@@ -37,7 +37,7 @@ class Span(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
     """Attention of layer `layer`. window: number of keys that a query attends to, including itself, or None for all before it. softcap:
-    scores become c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: of norms over each
+    scores become c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: added in norms over each
     head."""
 
     layer: int
@@ -56,7 +56,7 @@ class Attention:
 class Step:
     """A step's M rows: positions int64 [M]; places int64 [M], block times 64 plus position in it, -1 for padding; tables int32 [slots,
     blocks of the longest]; tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are
-    computed in parallel. scratch: of this step, on a CPU."""
+    computed in parallel. scratch: this step's, on a CPU."""
 
     cache: "Cache"
     positions: Tensor
@@ -121,10 +121,11 @@ def lazy_zeros(shape: tuple[int, ...], *, dtype: torch.dtype = torch.float32) ->
 
 
 class Cache:
-    """keys and values: of each layer [blocks, K, 64, D]. tables: per slot, its blocks in order, `width` at most; on_device: copies of them.
+    """keys and values: one tensor [blocks, K, 64, D] per layer. tables: per slot, its blocks in order, `width` at most; on_device: copies
+    of them.
 
-    dtype: of keys and values. uint8 holds fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8 cache] in
-    ztk/inference/memory.py.
+    dtype: the dtype of keys and values. uint8 holds fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8
+    cache] in ztk/inference/memory.py.
     swap: store for copies of preempted sequences' blocks. scratch: memory for attention on a CPU.
     """
 

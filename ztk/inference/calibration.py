@@ -50,7 +50,7 @@ class Calibration:
 
     @torch.no_grad()
     def __call__(self, number: int) -> Iterator[Tensor]:
-        """As `Inputs` of a `WeightReader`."""
+        """Yields the rows that layer `number` reads, as the `Inputs` of a `WeightReader` do."""
         assert number == self._next, "layers are computed one after the other"
         layer = self._reader.layer(number)
         self._hidden = [

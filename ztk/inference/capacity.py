@@ -47,7 +47,7 @@ _INNER_COPIES, _WIDTH_COPIES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """Bytes of a model. layer: in memory, padding included. fixed: head, norms, tables, blocks of the I/O threads. sequence: keys and values.
-    row: of a step's activations, per row. logits: per row whose token is drawn."""
+    row: activations of a step, per row. logits: bytes per row whose token is drawn."""
 
     layers: int
     layer: int
@@ -63,8 +63,8 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """link: bytes per second of reading layers. pass_seconds: of a pass without reads, plus row_seconds for each row. serial: fraction of
-    the shorter of reading and computing that does not overlap with the longer, 0 to 1, with two buffers or more."""
+    """link: bytes per second of reading layers. pass_seconds: duration of a pass without reads, plus row_seconds for each row. serial:
+    fraction of the shorter of reading and computing that does not overlap with the longer, 0 to 1, with two buffers or more."""
 
     link: float
     pass_seconds: float
@@ -134,7 +134,7 @@ class StreamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """A draft model. nbytes: of its linear layers and head. working: working memory of a step, for a prompt."""
+    """A draft model. nbytes: bytes of its linear layers and head. working: working memory of a step, for a prompt."""
 
     description: Description
     nbytes: int

@@ -17,8 +17,8 @@ class Description:
     norm: rms or layer; norm_offset is added to its weight (Gemma: 1). norms: before (attention(norm(x))), after (norm(attention(x)),
     OLMo 2), both (Gemma 2 and 3). parallel: attention and MLP read the same x (GPT-NeoX, Phi). qk_norm: heads (over each head), all (over
     all of them), or none. rotary_dims: size of the rotated part of a head; 0 if positions are learned or ALiBi. windows: per layer, None
-    for all keys. tables: per layer, which of the rotary tables. is_tied: the head is the embedding. experts: of a layer's MLP; 0 if dense.
-    dense_layers: layers without experts in a model with experts.
+    for all keys. tables: per layer, which of the rotary tables. is_tied: the head is the embedding. experts: number in a layer's MLP; 0 if
+    dense. dense_layers: layers without experts in a model with experts.
     """
 
     family: str

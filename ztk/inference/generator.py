@@ -34,8 +34,8 @@ class Generator:
 
     draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
     adapters: LoRA adapters by name, for requests that name one: see [Note: Exact adapters] in ztk/inference/adapters.py.
-    comm: of the ranks that share the model, each of which makes a generator. Defaults to one rank. The first one answers, the others call
-    `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
+    comm: communicates between the ranks that share the model, each of which makes a generator. Defaults to one rank. The first one answers,
+    the others call `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, the use of the memory. model: a module, a training engine, whose weights are gathered (every rank
     calls it), a folder of packed weights, or one whose parameters are read one by one. On a CPU linear layers are
     copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. By kernels on the module's device
@@ -152,10 +152,10 @@ class Generator:
         return [float(own[len(own) - count :].double().sum()) for own, count in zip(found, counts, strict=True)]
 
     def score_tokens(self, sequences: list[list[int]]) -> list[list[PromptLogprob]]:
-        """As `score`, with the likeliest token of every position: [len - 1] for each sequence.
+        """Scores like `score` and adds the likeliest token of every position: [len - 1] for each sequence.
 
         Raises:
-            ValueError: as `score` does.
+            ValueError: the same as in `score`.
             FloatingPointError: logits that are not finite.
         """
         return self._scored(sequences, top=1)

@@ -34,7 +34,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        """As `Capture`, of any shape. The first run is outside of the graph: kernels are compiled in it."""
+        """Captures `compute`, whose result has any shape. The first run is outside of the graph: kernels are compiled in it."""
         compute()
         graph = torch.cuda.CUDAGraph()
         # By default, a call that is unsafe in a capture ends it, from any thread. Other threads query events and copy

@@ -28,7 +28,7 @@ def masks_tokens(sampling: SamplingParams) -> bool:
 def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer: list[int], size: int) -> Tensor | None:
     """int32 [words]: the tokens that may follow `answer` in a vocabulary of `size`, or None where nothing is masked.
 
-    state: of the answer, where the request has a grammar.
+    state: the answer's, if the request has a grammar.
 
     Raises:
         NothingDrawn: no token is left, or the grammar or the token mask fails.
@@ -87,7 +87,7 @@ def _allowed(mask: Callable[[list[int]], Tensor], *, answer: list[int], size: in
 
 
 def _of_grammar(state: GrammarState, *, answer: list[int], size: int) -> Tensor | None:
-    """As many words as the vocabulary has; None where the grammar does not lead to `answer`."""
+    """Returns the grammar's mask in as many words as the vocabulary needs, or None where the grammar does not lead to `answer`."""
     try:
         words = state.mask(answer)
     except Exception as error:  # noqa: BLE001  # a grammar is the request's

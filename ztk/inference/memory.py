@@ -68,7 +68,7 @@ def shared_memory(
     draft: Model | None,
     ranks: Ranks | None,
 ) -> tuple[Cache, Scheduler]:
-    """Returns the cache and the scheduler of all sequences. positions: most tokens per sequence. plan: of streamed
+    """Returns the cache and the scheduler of all sequences. positions: most tokens per sequence. plan: places streamed
     layers; it already counts all sequences at their longest. ranks: the ranks that share the model, which must all call this function.
 
     Raises:

@@ -31,7 +31,7 @@ _YIELD = 0.001  # seconds between parts of an embedding, in which steps of answe
 class InferenceModel(Model):
     """Computes the families that ztk reads itself. Not a Module: it has no gradients, and weights are replaced all at once.
 
-    ranks: share the model. `weights` then are this rank's part. adapters: of rows whose span has one.
+    ranks: share the model. `weights` then are this rank's part. adapters: apply to rows whose span has one.
 
     Raises:
         ValueError: an activation that is not supported.
@@ -88,7 +88,8 @@ class InferenceModel(Model):
     def compute(
         self, tokens: Tensor, *, step: Step, broken: list[int] | None = None, by_adapter: StepRows | None = None
     ) -> Tensor:
-        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it. by_adapter: if omitted, all rows use the base."""
+        """Runs `forward` on tokens int64 [M] that are on the device, without a read by the host. by_adapter: if omitted, all rows use the
+        base."""
         x = self.embed(tokens, step=step)
         for number, base in enumerate(self.weights.layers):
             layer = base if by_adapter is None else by_adapter.layer(number)
@@ -157,7 +158,7 @@ class InferenceModel(Model):
         return x
 
     def block(self, x: Tensor, *, layer: Layer, number: int, step: Step) -> Tensor:
-        """One block with the weights of `layer`: x [M, C] -> [M, C]. number: of the layer."""
+        """One block with the weights of `layer`: x [M, C] -> [M, C]. number: the layer's."""
         norm = self.ops.norm
         normed = x if layer.before_attention is None else norm(x, by=layer.before_attention)
         attended = self._attended(normed, layer=layer, number=number, step=step)

@@ -41,7 +41,7 @@ class Linear(nn.Module):
 class CutLinear(Linear):
     """A linear layer that ranks share: x [..., in] -> [..., out] in its dtype.
 
-    style: of the cut. outputs: of all ranks together. inputs: the part of x that this rank reads. Defaults to all.
+    style: how it is cut. outputs: number on all ranks together. inputs: the part of x that this rank reads. Defaults to all.
     """
 
     def __init__(self, product: Product, *, ranks: Ranks, style: Style, outputs: int, inputs: range | None) -> None:
@@ -61,7 +61,7 @@ class CutLinear(Linear):
 
 
 class ModuleCut:
-    """How the linear layers of `module` are cut. description: of all heads.
+    """How the linear layers of `module` are cut. description: counts all ranks' heads.
 
     Raises:
         ValueError: the ranks cannot divide its heads, or no plan follows from its modules.

@@ -127,7 +127,7 @@ class ModuleModel(Model):
         rows: list[int],
         heads: "dict[int, Heads] | None" = None,
     ) -> Tensor:
-        """As of `Model`. heads: receives each layer's heads, and attention is skipped."""
+        """Returns the logits of `Model`. heads: receives each layer's heads, and attention is skipped."""
         step, device = cache.step(spans), self.placement.device
         one = _Pass(
             step=step,
@@ -210,7 +210,7 @@ class _Activation(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """The state of the current step for attention. dtype: of its rows. layers: attention modules by id -> their place in the cache.
+    """The state of the current step for attention. dtype: dtype of its rows. layers: attention modules by id -> their place in the cache.
     heads: receives each layer's heads, and attention is skipped."""
 
     step: Step
@@ -240,7 +240,8 @@ def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions: query [1, H, M, D], key and value [1, K, M, D]; returns [1, M, H, D of the values]."""
+    """Has the signature of transformers' attention functions: query [1, H, M, D], key and value [1, K, M, D]; returns [1, M, H, D of the
+    values]."""
     one: _Pass = _computed.step
     unknown = [name for name in ("s_aux", "position_bias", "head_mask", "sinks") if kwargs.get(name) is not None]
     if unknown or attention_mask is None or attention_mask.dim() != 1 or id(module) not in one.layers:

@@ -28,11 +28,11 @@ _NO_LAYERS: Iterable[Values] = ()
 
 
 class StreamedModuleModel(ModuleModel):
-    """As `ModuleModel`, with the same bits. state: parameters of any shape and dtype. folder: an existing one for the
+    """A `ModuleModel` with streamed layers and the same bits. state: parameters of any shape and dtype. folder: an existing one for the
     file. `stream` sets the source of layers; until then, all layers are one layer of zeros.
 
     Raises:
-        ValueError: as `ModuleModel`; the module has no list of its blocks, or they are not built alike; the disk is too small.
+        ValueError: the same as in `ModuleModel`; the module has no list of its blocks, or they are not built alike; the disk is too small.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class StreamedModuleModel(ModuleModel):
         return [*(value for values in held for value in values.values() if isinstance(value, Product)), *self._products]
 
     def stream(self, layers: Iterable[Values]) -> None:
-        """As of `InferenceModel`."""
+        """Sets the source of layers, as in `InferenceModel`."""
         self._layers = layers
 
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int], **options: Any) -> Tensor:
-        """As of `ModuleModel`: tokens int64 [M] -> logits fp32 [len(rows), V]."""
+        """Computes logits like `ModuleModel`: tokens int64 [M] -> logits fp32 [len(rows), V]."""
         self._number, self._pass = 0, iter(self._layers)
         found = super().own_logits(tokens, spans=spans, cache=cache, rows=rows, **options)
         if self._number != len(self._blocks):

@@ -83,7 +83,7 @@ class UnreadModel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
     """A model that computes. plan, streamed: None where all weights are in memory and were not planned.
-    packed_bytes: of the layers and the head of a packed folder."""
+    packed_bytes: bytes of the layers and the head of a packed folder."""
 
     model: Model
     subject: Subject

@@ -80,7 +80,7 @@ class CpuOps:
 
 
 class KernelOps:
-    """As `CpuOps`, with the placement's dtype, by kernels over rows: Triton's on a GPU, otherwise their CPU implementations.
+    """The operations of `CpuOps` in the placement's dtype, by kernels over rows: Triton's on a GPU, otherwise their CPU implementations.
 
     exact: see `ztk.kernels.linear_rows`.
     """

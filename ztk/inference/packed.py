@@ -50,9 +50,9 @@ VERSION = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. rest_bytes: in
-    memory in addition to the layers, without the embedding, which is mapped; head_bytes of them are the head's. key: the source of the
-    weights. extra: notes of the caller of `pack`."""
+    """An opened folder of packed weights. weights: the format. items: parts of each layer. layer_bytes: size of one layer in the file.
+    rest_bytes: bytes in memory in addition to the layers, without the embedding, which is mapped; head_bytes of them are the head's. key:
+    the source of the weights. extra: notes of the caller of `pack`."""
 
     path: Path
     weights: str

@@ -30,7 +30,7 @@ class Computing:
 
     def first_broken(self, tokens: list[int], *, slot: int, rows: int, adapter: int) -> int | None:
         """The first layer whose output is not finite, for the sequence in `slot`, which is computed again, alone, in its own memory. None if
-        all are finite. rows: of a step at most. adapter: the sequence's."""
+        all are finite. rows: largest number in a step. adapter: the sequence's."""
         computed, found = self.cache.recompute(slot, tokens=tokens), []
         for start in range(0, len(computed), rows):
             part = computed[start : start + rows]

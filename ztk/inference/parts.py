@@ -27,8 +27,8 @@ Built = TypeVar("Built")  # type of a layer in the model: `Layer`, or `Values` t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A product or norm without its values. path: `qkv`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm. front: as of
-    `Product`."""
+    """A product or norm without its values. path: `qkv`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm. front: the same
+    as in `Product`."""
 
     path: str
     kind: str
@@ -41,7 +41,7 @@ class Item:
 class LayerBuffer(Generic[Built]):
     """A layer over `memory`, uint8 [bytes of a layer], which is filled by reads.
 
-    number: of the layer that it has or is about to have, or None. under_way: the read that fills it.
+    number: the layer's that it has or is about to have, or None. under_way: the read that fills it.
     """
 
     layer: Built

@@ -11,8 +11,8 @@ from ztk.inference.policy import InferencePolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """kind: the weights' format, a name of `InferencePolicy.weights`. dtype: of activations. by_kernels: ztk's kernels compute products and
-    draws, as on every GPU; otherwise products are the processor's own. exact: see `ztk.kernels.linear_rows`."""
+    """kind: the weights' format, a name of `InferencePolicy.weights`. dtype: dtype of activations. by_kernels: ztk's kernels compute
+    products and draws, as on every GPU; otherwise products are the processor's own. exact: see `ztk.kernels.linear_rows`."""
 
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32

@@ -234,8 +234,8 @@ class Output:
     """One token of one answer. sample: number of the answer. token: None if the sequence ended with an error.
 
     finish_reason: stop, length, error or cancelled, or None while the answer continues. logprob: raw, of the model's own logits.
-    processed_logprob: of the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
-    raw log-probabilities, if requested. prompt_logprobs: with an answer's first token, of the prompt's tokens from the second on, if
+    processed_logprob: from the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
+    raw log-probabilities, if requested. prompt_logprobs: come with an answer's first token, for the prompt's tokens from the second on, if
     requested. is_by_request: the fields of the request have caused the error, such as masks that allow no token.
     """
 

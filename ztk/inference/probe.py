@@ -189,7 +189,7 @@ def _drawing(slot: int, *, sampling: SamplingParams, vocabulary: int) -> Sequenc
 
 
 def _compare_draws(works: list[Work], *, computing: Computing, graphs: DecodeGraphs | None) -> None:
-    """As `check_draws`, of works with one token each."""
+    """Does the comparison of `check_draws` for works with one token each."""
     tokens = [work.tokens[0] for work in works]
     spans = [Span(slot=work.sequence.slot, start=1, length=1, row=row) for row, work in enumerate(works)]
     logits = computing.logits(tokens, spans=spans, rows=list(range(len(works)))).double().cpu()

@@ -49,8 +49,8 @@ def largest_step() -> int:
 
 
 def quantise_int4(weight: Tensor, *, moments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]. moments: of the
-    inputs, as in `fit_weight`."""
+    """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]. moments: the
+    inputs', as in `fit_weight`."""
     steps, scales = fit_weight(weight, moments=moments)
     return steps.flatten(1).to(torch.int32), scales.transpose(0, 1).contiguous()
 

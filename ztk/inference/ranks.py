@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Sums and joins among the ranks that share a model. comm: of these ranks. hung_up: this rank has closed it, see `computing`."""
+    """Sums and joins among the ranks that share a model. comm: communicates between them. hung_up: this rank has closed it, see `computing`."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.cut, self.hung_up = comm, Cut(rank=comm.rank, size=comm.size), False
@@ -38,7 +38,8 @@ class Ranks:
         return torch.cat(list(self._gathered(part)[::copies]), dim=1)
 
     def own_heads(self, queries: Tensor, *, keys: Tensor, description: Description) -> tuple[Tensor, Tensor]:
-        """The columns of this rank's heads: queries [M, H D], keys [M, K D] of all heads, of any dtype. description: of all heads."""
+        """The columns of this rank's heads: queries [M, H D], keys [M, K D] of all heads, of any dtype. description: counts all ranks'
+        heads."""
         own, size = self.cut.heads(description), description.head_dim
         return tuple(
             all_heads[:, part.start * size : part.stop * size]

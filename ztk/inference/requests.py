@@ -28,8 +28,8 @@ Owner = tuple[int, str]
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. adapter: its number, 0 of the base. state: in the request's grammar. drawn: the answer's tokens.
-    prompt_logprobs: of the prompt's tokens. cause: an exception that ended it.
+    limit: most tokens of the answer. adapter: its number, or 0 for the base. state: the request's grammar, or None. drawn: the
+    answer's tokens. prompt_logprobs: one for each token of the prompt. cause: an exception that ended it.
     """
 
     request_id: int

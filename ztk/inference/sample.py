@@ -22,7 +22,7 @@ _LEAST_MASS = 1e-200  # of allowed tokens: below it, their probabilities are com
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
     """The draw of the token after `tokens`, which are a prompt of `prompt_length` tokens and the answer so far. sample: number of the answer.
-    mask: of `packed_mask`."""
+    mask: the result of `packed_mask`."""
 
     sampling: SamplingParams
     tokens: list[int]
@@ -43,7 +43,8 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A token, its raw and processed log-probability, and the likeliest tokens if requested. kept: as in `Completion`, int32 [kept]."""
+    """A token, its raw and processed log-probability, and the likeliest tokens if requested. kept: the same as in `Completion`, int32
+    [kept]."""
 
     token: int
     logprob: float
@@ -144,7 +145,7 @@ def drawn_of(results: Tensor) -> list[Drawn]:
 
 
 def draw(logits: Tensor, *, by: Draw) -> Drawn:
-    """As `draw_rows`, of logits fp32 [V] on the CPU."""
+    """Draws one token like `draw_rows`, from logits fp32 [V] on the CPU."""
     return draw_rows(logits.unsqueeze(0), draws=[by])[0]
 
 
@@ -166,7 +167,7 @@ def draw_rows(logits: Tensor, *, draws: list[Draw]) -> list[Drawn]:
 
 
 def _drawn(logits: Tensor, *, draws: list[Draw]) -> list[Drawn]:
-    """As `draw_rows`, of draws that are all greedy, all with a temperature, or all a trainer's with the same steps."""
+    """Does the work of `draw_rows` for draws that are all greedy, all with a temperature, or all a trainer's with the same steps."""
     scores, first = logits.double(), draws[0].sampling
     raw, kept = torch.log_softmax(scores, dim=-1), [None] * len(draws)
     if first.fp32_logprobs:

@@ -35,9 +35,9 @@ Lines = Tensor | list[Drawn | NothingDrawn]  # of one work: logits fp32 [rows, V
 
 
 class Stepper:
-    """Computes the sequences of `scheduler`. sequences: of each open request. graphs: replaced by `Generator.load`.
+    """Computes the sequences of `scheduler`. sequences: each open request's. graphs: replaced by `Generator.load`.
 
-    rows: tokens of a step at most.
+    rows: most tokens of a step.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ class Mlp:
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """One block. qkv: queries, keys and values in one product. A norm that the family has not is None.
+    """One block. qkv: queries, keys and values in one product. A norm that the family does not have is None.
 
-    experts: of a sparse MLP, with router [E, C]; for the kernels they are stacked in one. mlp is the shared expert then, whose result
+    experts: those of a sparse MLP, with router [E, C]; for the kernels they are stacked in one. mlp is the shared expert then, whose result
     shared_gate [1, C] weights where there is one.
     """
 
@@ -127,7 +127,7 @@ def collect(
     inputs: Inputs | None = None,
 ) -> Weights:
     """Makes the engine's weights, layer by layer, from a model's parameters by name, in their full shapes and any dtype. placement: fp32 on the
-    CPU by default. cut: the part of a tensor-parallel rank. inputs: as in `WeightReader`.
+    CPU by default. cut: the part of a tensor-parallel rank. inputs: the same as in `WeightReader`.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.

@@ -56,7 +56,7 @@ _Call = tuple[str, Work, float | tuple[_Event, _Event]]
 
 
 class KernelTimes:
-    """Times every ztk op of this process, period by period. ceilings: of the device. If omitted, there are no floors."""
+    """Times every ztk op of this process, period by period. ceilings: the device's rates. If omitted, there are no floors."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _NOT_READ = {
 
 class Work(NamedTuple):
     """num_bytes: minimum traffic. flops: () -> operations of matrix products; it may read offsets from the device, so it is called
-    after the step, like `share`. dtype: of the products. share: () -> the fraction of the bytes that the call moved, if it depends on
+    after the step, like `share`. dtype: the products' dtype. share: () -> the fraction of the bytes that the call moved, if it depends on
     values.
     None if all were moved. A tuple, because one is made per timed call."""
 

@@ -50,8 +50,8 @@ class ExpertLoad:
         z: Tensor | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Adds one forward. counts: choices per expert [E]. dropped: number of dropped choices. balance, z: the two losses. weight: of the
-        micro-batch."""
+        """Adds one forward. counts: choices per expert [E]. dropped: number of dropped choices. balance, z: the two losses. weight: the
+        micro-batch's."""
         zero = balance.new_zeros((), dtype=torch.float64)
         parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
         totals = torch.stack([*parts, zero + 1]) * weight
@@ -71,7 +71,7 @@ class RouterLosses(nn.Module):
     recomputed or run in a pipeline. The model's loss does not contain these terms; the layer's metrics do.
 
     loss_scale: factor on the model's loss before the backward, a device scalar that may change. Defaults to 1. summed_over: number of ranks
-    that have different tokens of one mean and sum their gradients. weight: of the current micro-batch, see `weighing`.
+    that have different tokens of one mean and sum their gradients. weight: the current micro-batch's, see `weighing`.
     """
 
     def __init__(self, *, balance_weight: float, z_weight: float) -> None:

@@ -24,8 +24,8 @@ _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraPolicy:
-    """rank: of the product B A. alpha: its scale is alpha / rank. targets: suffixes of names of linear layers; ("all-linear",) selects all
-    linear layers in lists of layers. dropout: of the adapter's inputs, a probability."""
+    """rank: rank of the product B A. alpha: its scale is alpha / rank. targets: suffixes of names of linear layers; ("all-linear",) selects all
+    linear layers in lists of layers. dropout: probability that an input of the adapter becomes zero."""
 
     rank: int
     alpha: float
@@ -45,7 +45,7 @@ class PeftDescription:
     values: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the policy for JSON."""
         return dict(self.values)
 
 

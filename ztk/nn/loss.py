@@ -31,7 +31,7 @@ class LanguageLoss(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, z_loss=z_loss, inplace=True)
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As `forward` of the logits `head(x)`, x [B, T, C]. If they would take more than `LARGE_LOGITS` bytes and more than the op keeps,
+        """Returns `forward` of the logits `head(x)`, x [B, T, C]. If they would take more than `LARGE_LOGITS` bytes and more than the op keeps,
         the loss is computed from the head's weight in chunks of tokens (`ztk.kernels.linear_cross_entropy`), without storing the logits.
         """
         if targets is None or not self._is_large(head, x=x):

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.dim)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
-        """x [B, T, C] -> [B, T, C]. cos, sin: fp32 [max_seq_len, D / 2]. documents: of the full sequences, also where x is a part of them."""
+        """x [B, T, C] -> [B, T, C]. cos, sin: fp32 [max_seq_len, D / 2]. documents: the full sequences', also where x is a part of them."""
         query, key, value = (
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )  # [B, T, H or K, D]
@@ -58,7 +58,7 @@ class CausalAttention(nn.Module):
 
 
 def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """As `causal_attention`, but within documents: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
+    """Attends like `causal_attention`, but within documents: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
 
     On CPU 16-bit types are computed in float32, for the reason given there. Raises ValueError for documents that continue others.
     """

@@ -150,9 +150,9 @@ def step_alone(
 ) -> dict[str, Any]:
     """Calls the step of the optimizer's class over `groups`, and returns the attributes of the object that it was called on.
 
-    groups: as `param_groups`, their parameters with gradients. states: as `state`. Both are changed in place. `optimizer` is not changed,
-    except by a class that changes an object held in an attribute, and its hooks are not called. cls: class of the temporary object.
-    Defaults to the optimizer's.
+    groups: replaces `param_groups`; the parameters have gradients. states: replaces `state`. Both are changed in place. `optimizer` is not
+    changed, except by a class that changes an object held in an attribute, and its hooks are not called. cls: class of the temporary
+    object. Defaults to the optimizer's.
     """
     alone = object.__new__(cls or type(optimizer))
     alone.__dict__.update(optimizer.__dict__)

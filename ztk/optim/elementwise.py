@@ -79,7 +79,7 @@ class Kept:
 
 
 def merged(found: Sequence[Kept], *, optimizer: torch.optim.Optimizer) -> Kept:
-    """The states of an optimizer that steps on several devices. found: of each device.
+    """The states of an optimizer that steps on several devices. found: each device's states.
 
     Raises ValueError for one that has other states on another device.
     """

@@ -55,8 +55,8 @@ class FlatOptimizer:
 
         master: [n] of the format's dtype; states: its rows for these elements; grad: float32, bfloat16 or float16 [n]; control: one row of
         the control table, written by `ztk.kernels.step_control`, with the skip flag, the factor on the gradient and the hyperparameters;
-        position: of the first element in the model; out: 16-bit [n] that receives the cast master.
-        tiles: of `ztk.kernels.tiles_of`: maps elements to rows of `control`, which is then [groups, 16], and to positions. If omitted, one
+        position: index of the first element in the model; out: 16-bit [n] that receives the cast master.
+        tiles: made by `ztk.kernels.tiles_of`; maps elements to rows of `control`, which is then [groups, 16], and to positions. If omitted, one
         row applies to all.
         """
         options = (

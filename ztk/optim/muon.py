@@ -23,7 +23,7 @@ EPS = 1e-7  # lower bound of the norm that divides a matrix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Muon:
-    """The update of matrices. steps: of the iteration. dtype: of the computation and of directions on the wire."""
+    """The update of matrices. steps: number of iterations. dtype: dtype of the computation and of directions in messages."""
 
     steps: int = 5
     nesterov: bool = True

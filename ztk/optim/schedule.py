@@ -109,7 +109,7 @@ class GroupSchedule:
         groups: Sequence[Mapping[str, Any]],
         defaults: Mapping[str, Any],
     ) -> None:
-        """make: builds the scheduler for an optimizer. groups: values of each parameter group. defaults: of the optimizer's options.
+        """make: builds the scheduler for an optimizer. groups: values of each parameter group. defaults: the optimizer's.
 
         Raises ValueError for a scheduler whose step requires an argument.
         """

@@ -112,7 +112,7 @@ class FixedGroups:
     """The parameters of an optimizer's groups, which must not change while an engine trains them. Call `check` before every step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str], build: str, again: str) -> None:
-        """names: of parameters, by id(). build, again: the calls that build an engine, and that build another one."""
+        """names: parameters' names by id(). build, again: the calls that build an engine, and that build another one."""
         self._optimizer, self.names, self._build, self._again = optimizer, names, build, again
         self._groups = optimizer.param_groups
         self._parameters = [list(group["params"]) for group in self._groups]

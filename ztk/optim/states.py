@@ -36,7 +36,7 @@ class StateFormat:
     """The data stored per parameter. Every range that a store keeps starts and ends at a multiple of all rows' groups.
 
     rows: without the master weights, under the names of the update kernel's arguments. master: the dtype of the master weights' row; a
-    parameter of this dtype can be its own master. names: of the states in a checkpoint and for a script.
+    parameter of this dtype can be its own master. names: the states' names in a checkpoint and for a script.
     is_eight_bit: rows hold the codes of `ztk.kernels.adamw_8bit`, which are decoded for reads and encoded for changes.
     """
 

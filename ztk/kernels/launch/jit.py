@@ -88,7 +88,7 @@ class Prepared:
     """A kernel with its constexprs and options: `prepared.launch(grid, *args)` is `kernel[grid](*args, **named)`."""
 
     def __init__(self, kernel: Any, **named: Any) -> None:
-        """kernel: as `jit` makes it. named: its constexprs and options."""
+        """kernel: a result of `jit`. named: its constexprs and options."""
         self.kernel, self.named = kernel, named
         self.is_short = (
             isinstance(kernel, LaunchedKernel) and kernel.is_simple and _EXACT.issuperset(map(type, named.values()))
@@ -100,7 +100,7 @@ class Prepared:
             self._programs: dict[tuple, tuple[Callable, tuple, Any]] = {}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> Any:
-        """As of the kernel."""
+        """Launches the kernel and returns the program."""
         kernel = self.kernel
         if not self.is_short or len(args) != kernel.num_runtime or kernel.pre_run_hooks or _is_observed():
             return self._launch_usually(grid, args)
@@ -133,7 +133,7 @@ class Bound:
     def __init__(
         self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...], layouts: Mapping[int, Layout]
     ) -> None:
-        """As of `bind`."""
+        """The parameters are those of `bind`."""
         self.prepared, self.grid, self.numbers, self.layouts = prepared, grid, numbers, layouts
         self._axes = *grid, *_REST[len(grid)]
         self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]
@@ -197,8 +197,8 @@ def bind(
 ) -> Bound:
     """Binds `kernel`, made by `jit`, to `numbers` (its arguments after the tensors), its grid, constexprs and options.
 
-    layouts: of tensors that are passed as descriptors, by index. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher
-    skips a launch of more than 2^31 programs without an error.
+    layouts: layouts of the tensors that are passed as descriptors, by index. Raises ValueError for a grid outside of CUDA's limits:
+    Triton's launcher skips a launch of more than 2^31 programs without an error.
     """
     if math.prod(grid) >= MOST_PROGRAMS or max(grid[1:], default=1) > MOST_PROGRAMS_ACROSS:
         raise ValueError(

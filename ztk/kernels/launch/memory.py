@@ -36,7 +36,7 @@ def maker(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dty
 def _make_usually(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, *, device: torch.device
 ) -> Tensor:
-    """strides: of a contiguous tensor."""
+    """Makes a tensor by torch's public call. strides: unused, because the tensor is contiguous."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 

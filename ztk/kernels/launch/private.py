@@ -61,7 +61,7 @@ if not hasattr(forward_ad, "_current_level"):  # the entered levels of forward-m
 def is_short(switch: str, *, versions: dict[str, str], missing: list[str]) -> bool:
     """Whether the short path is on. Warns if it is off without `public`.
 
-    switch: the value of `ZTK_LAUNCH`, empty if it is not set. versions: of torch and Triton. missing: private names that these do not have.
+    switch: the value of `ZTK_LAUNCH`, empty if it is not set. versions: torch's and Triton's. missing: private names that these do not have.
 
     Raises:
         ValueError: the switch has another value, or is `private` where names are missing.

@@ -60,13 +60,13 @@ def adamw(
 
     Args:
         master: float32 [n], n a multiple of 16.
-        exp_avg: as `master`.
-        exp_avg_sq: as `master`.
+        exp_avg: float32 [n].
+        exp_avg_sq: float32 [n].
         grad: float32, bfloat16 or float16 [n], left as it is.
         control: one row float32 [16] written by `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
         decoupled: weight decay on the master (AdamW), not added to the gradient (Adam).
-        tiles: of `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
+        tiles: made by `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
             [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:

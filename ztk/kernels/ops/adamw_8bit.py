@@ -211,12 +211,12 @@ def adamw_8bit(
         code_m: int8 [n].
         code_v: uint8 [n].
         scale_m: bfloat16 [ceil(n / 32)].
-        scale_v: as `scale_m`.
+        scale_v: the same for `code_v`.
         control: one row float32 [16] of `step_control`.
-        seed: of the random bits.
+        seed: seeds the random bits.
         start: a multiple of 32, the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not
             depend on how the buffer was cut.
-        tiles: of `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
+        tiles: made by `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
             for all. `control` is then float32 [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:

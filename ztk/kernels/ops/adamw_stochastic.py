@@ -53,14 +53,14 @@ def adamw_stochastic(
 
     Args:
         param: bfloat16 [n], n a multiple of 16.
-        exp_avg: as `param`.
-        exp_avg_sq: as `param`.
+        exp_avg: bfloat16 [n].
+        exp_avg_sq: bfloat16 [n].
         grad: bfloat16, float16 or float32 [n].
         control: one row float32 [16] of `step_control`.
-        seed: of the random bits.
+        seed: seeds the random bits.
         start: index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not depend on how the
             buffer was cut.
-        tiles: of `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
+        tiles: made by `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
             for all. `control` is then float32 [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:

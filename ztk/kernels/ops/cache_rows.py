@@ -204,7 +204,7 @@ def cache_rows(
     rows: [M, (H + 2K) D], queries, keys and values of each row; norms: [D] of heads, or None; cos and sin: float32 [positions, R / 2], R
     the rotated part of a head, or None; positions and places: int64 [M]; keys and values: [blocks, K, 64, D] of rows' dtype or uint8
     (fp8), contiguous within each block, changed in place. scales: float32 [2, K] of an fp8 cache, powers of two, of each head's
-    keys and values: a stored value times its scale is the number. Defaults to 1. scratch: of a step on a CPU.
+    keys and values: a stored value times its scale is the number. Defaults to 1. scratch: a step's, on a CPU.
     A CPU zeros the other values of a block whose first place is written.
     Raises ValueError for shapes and dtypes that do not fit.
     """

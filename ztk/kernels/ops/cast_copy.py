@@ -32,7 +32,8 @@ def _cast_copy(src_ptr, out_ptr, scale_ptr, N, HAS_SCALE: tl.constexpr, BLOCK: t
 
 @kept
 def _kernel_for(target: Machine, N: int, itemsize: int, has_scale: bool) -> Bound:
-    """itemsize: of the wider dtype. One 16-byte access of it per thread; more would convert layouts through shared memory."""
+    """itemsize: bytes of an element of the wider dtype. One 16-byte access of it per thread; more would convert layouts through shared
+    memory."""
     block = 16 // itemsize * target.warp_size * NUM_WARPS
     return bind(
         _cast_copy,

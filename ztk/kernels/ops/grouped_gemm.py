@@ -129,8 +129,8 @@ def _product_for(
     target: Machine, bits: int, shape: tuple[int, int, int], strides: tuple[int, int, int], strides_x: tuple[int, int],
     dtype: torch.dtype, top_k: int, transposed: bool, is_aligned: bool,
 ) -> Bound:  # fmt: skip
-    """bits: of S, which changes from step to step where experts are divided over ranks. shape, strides: of the weight as stored. is_aligned:
-    its address is a multiple of 16, and the second weight's."""
+    """bits: bit length of S, which changes from step to step where experts are divided over ranks. shape, strides: the stored weight's.
+    is_aligned: its address is a multiple of 16, and the second weight's."""
     E, D, N = shape if not transposed else (shape[0], shape[2], shape[1])
     stride_e, *rest = strides
     stride_d, stride_n = rest[::-1] if transposed else rest

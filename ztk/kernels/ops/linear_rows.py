@@ -118,7 +118,7 @@ def _linear_few(
 def _few_for(
     target: Machine, M: int, N: int, K: int, dtype: torch.dtype, kind: str, activation: str, wide: bool
 ) -> tuple[Bound, Memory]:
-    """With the memory of the result. dtype: of x."""
+    """Returns the kernel and the memory of its result. dtype: dtype of x."""
     block_m = next_power_of_2(M)
     block_n = 32 // block_m
     bound = bind(

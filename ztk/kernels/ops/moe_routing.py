@@ -244,7 +244,7 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
 
 @kept
 def _backward_for(T: int, E: int, dtype: torch.dtype, top_k: int, normalise: bool) -> tuple[Bound, Memory]:
-    """With the memory of the logits' gradient. dtype: of the logits."""
+    """Returns the kernel and the memory of the logits' gradient. dtype: dtype of the logits."""
     block_t, block_e = _blocks(E)
     bound = bind(
         _moe_route_bwd, T, E, grid=(cdiv(T, block_t),), K=top_k, BLOCK_T=block_t, BLOCK_E=block_e, NORMALISE=normalise, num_warps=4,

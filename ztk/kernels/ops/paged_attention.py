@@ -233,7 +233,7 @@ def _kernels_for(
     """The kernel of attention, the memory of its result, and, for more than one segment, the merging kernel and the memory of partial
     results.
 
-    dtype: of the queries; stride_block: of the keys; stride_table: of the tables; width: blocks of the longest sequence.
+    dtype: the queries' dtype; stride_block: the keys'; stride_table: the tables'; width: blocks of the longest sequence.
     """
     segments = cdiv(width * BLOCK, SEGMENT) if split else 1
     sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": max(16, next_power_of_2(D))}

@@ -166,7 +166,7 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
 def _bound(
     kernel: LaunchedKernel, *numbers: float, target: Machine, rows: int, N: int, bits: int, group: int, itemsize: int
 ) -> Bound:
-    """itemsize: of the values, [rows, N]; rows 0: the grid has one dimension. numbers: the arguments after the common ones of all three
+    """itemsize: bytes of a value in [rows, N]; rows 0: the grid has one dimension. numbers: the arguments after the common ones of all three
     kernels.
 
     A thread holds 16 bytes of words or of values of each part, whichever are fewer.

@@ -114,7 +114,7 @@ def _launch_fwd(logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 @kept
 def _backward_for(T: int, E: int, dtype: torch.dtype) -> tuple[Bound, Memory]:
-    """With the memory of the logits' gradient. dtype: of the logits."""
+    """Returns the kernel and the memory of the logits' gradient. dtype: dtype of the logits."""
     block_t, block_e = _tile(E)
     bound = bind(
         _router_losses_bwd, T, E, grid=(cdiv(T, block_t),), BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS, enable_fp_fusion=True

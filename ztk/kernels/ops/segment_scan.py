@@ -93,7 +93,7 @@ _op = register(
 def segment_scan(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
     """Generalised advantages of segments that follow each other.
 
-    rewards, values: [T], of every token and of the state before it, float32; on a CPU also float64. lengths: of the segments, int64 [S],
+    rewards, values: [T], of every token and of the state before it, float32; on a CPU also float64. lengths: the segments' lengths, int64 [S],
     which sum to T. Returns [T] of the dtype of rewards, without a gradient. Raises ValueError for other shapes and dtypes.
     """
     dtypes = (torch.float32, torch.float64) if rewards.device.type == "cpu" else (torch.float32,)

@@ -107,7 +107,7 @@ def sgd(
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
         nesterov: step along g + momentum * momentum_buffer.
-        tiles: of `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
+        tiles: made by `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
             [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:

@@ -93,7 +93,7 @@ def register(
     kernel: takes the schema's tensors, `tiles`, the number of elements, and the schema's integers; its constexprs are the schema's bools in
     capitals, PROGRAMS of a tile, and BLOCK, elements of a program. per_thread: elements of a thread, for 16-bit and for float32 gradients.
     update: takes the schema's arguments without `tiles`, CPU tensors and `control` as a list, by name but for the first. With tiles it is
-    called once per tile, and in a skipped step not at all. group: as of `check`.
+    called once per tile, and in a skipped step not at all. group: the same as in `check`.
     """
     arguments = [argument.split() for argument in schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")][:-1]
     names = [name for _, name in arguments]
@@ -131,7 +131,7 @@ def register(
 def by_tiles(update: Callable, *, group: int = 1) -> Callable:
     """`update`, which takes an op's arguments without `tiles`, by name but for the first, tile by tile where they are given.
 
-    group: as of `check`.
+    group: the same as in `check`.
     """
 
     def run(*, tiles: Tensor | None = None, **named: Any) -> None:

@@ -32,7 +32,7 @@ _ALIGNMENT, _COLUMNS = tl.constexpr(ALIGNMENT), tl.constexpr(CONTROL_COLUMNS)
 class UpdatePart:
     """Elements [start, stop) of a partition, from a multiple of 32 to one of 16.
 
-    row: of the control table. position: of the first element in the model.
+    row: its row in the control table. position: index of the first element in the model.
     """
 
     start: int
