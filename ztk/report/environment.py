@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ztk.core.policies.machine import HOSTS
+from ztk.core.policies.machine import hosts
 from ztk.report.commit import read_commit
 
 COMMAND = "ZTK_COMMAND"  # environment variable with the command line that started the run
@@ -26,7 +26,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
         "device_name": device_name(device),
         "world_size": world_size,
         "host": platform.node(),
-        "hosts": os.environ.get(HOSTS, "").split() or [platform.node()] * world_size,
+        "hosts": hosts() or [platform.node()] * world_size,
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),

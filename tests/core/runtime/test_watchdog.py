@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,17 +25,16 @@ from ztk.core.runtime.streams import use_api
 PATIENCE = 0.5
 
 
-def watched(process: Process, *, name: str) -> Comm:
+def watched(process: Process, *, number: int) -> Comm:
+    options = {"number": number, "patience": PATIENCE, "ends_process": False}
     store = dist.distributed_c10d._get_default_store()
-    watchdog = Watchdog(
-        store, name=name, rank=process.rank, size=process.world_size, patience=PATIENCE, ends_process=False
-    )
+    watchdog = Watchdog(store, rank=process.rank, ranks=range(process.world_size), **options)
     transport = GlooTransport(group=dist.new_group(backend="gloo"))
     return Comm(transport, rank=process.rank, size=process.world_size, device=process.device, watchdog=watchdog)
 
 
 def part_ways(process: Process) -> str:
-    comm = watched(process, name="parting")
+    comm = watched(process, number=1001)
     full = torch.zeros(8)
     comm.all_gather(full, label="blocks.1").wait()
     start = time.monotonic()
@@ -61,7 +61,7 @@ def test_ranks_that_ran_different_modules_get_an_error():
 
 def one_is_late(process: Process) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        comm = watched(process, name="lateness")
+        comm = watched(process, number=1002)
         full = torch.zeros(8)
         comm.all_gather(full, label="first").wait()
         if process.rank == 1:
@@ -147,7 +147,7 @@ def device() -> Iterator[Device]:
 
 @pytest.fixture
 def comm(device) -> Iterator[Comm]:
-    options = {"name": "alone", "rank": 0, "size": 2, "patience": PATIENCE, "ends_process": False}
+    options = {"number": 0, "rank": 0, "ranks": range(2), "patience": PATIENCE, "ends_process": False}
     found = Comm(device, rank=0, size=2, device=torch.device("cpu"), watchdog=Watchdog(dist.HashStore(), **options))
     yield found
     found._watchdog.close()
@@ -168,36 +168,124 @@ def test_a_buffer_is_free_when_the_stream_has_waited_though_the_device_is_behind
     assert len(comm._watchdog._open) == 1
 
 
-def test_a_rank_publishes_a_few_collectives_under_a_short_key(device):
-    """Also those around the collective that it waits for, though the host has run thousands ahead of the device."""
-    store, name = dist.HashStore(), f"group 0 of ranks {','.join(map(str, range(1024)))}"
-    watchdog = Watchdog(store, name=name, rank=0, size=1024, patience=PATIENCE, ends_process=False)
-    for number in range(1, 3001):
-        entered = watchdog.enter(f"all_gather layers.{number}.mlp 16777216 x bfloat16")
-        watchdog.leave(entered, is_over=lambda number=number: number < 2000)
-    time.sleep(PATIENCE)
+class CountingStore:
+    """A store that counts requests, as one that many ranks reach over a network."""
+
+    def __init__(self) -> None:
+        self.store, self.requests, self.lock = dist.HashStore(), 0, threading.Lock()
+
+    def __getattr__(self, name: str):
+        with self.lock:
+            self.requests += 1
+        return getattr(self.store, name)
+
+    @property
+    def bytes(self) -> int:
+        """Of the answers and of the request."""
+        keys = [f"ztk/watchdog/0/0/{name}" for name in (*range(64), "request")]
+        return sum(len(key) + len(self.store.get(key)) for key in keys if self.store.check([key]))
+
+
+def stalled(store: CountingStore, *, ranks: int) -> list[Watchdog]:
+    """The watchdogs of ranks that all wait except for the last one, on hosts that run thousands of collectives ahead of the device."""
+    made = []
+    for rank in range(ranks):
+        watchdog = Watchdog(store, number=0, rank=rank, ranks=range(ranks), patience=PATIENCE, ends_process=False)
+        for number in range(1, 3001 if rank < ranks - 1 else 1000):
+            entered = watchdog.enter(f"all_gather layers.{number}.mlp 16777216 x bfloat16")
+            watchdog.leave(entered, is_over=lambda number=number: number < 2000)
+        made.append(watchdog)
+    return made
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_labels_are_stored_only_while_a_rank_waits_long():
+    store = CountingStore()
+    watchdog = Watchdog(store, number=0, rank=0, ranks=range(2), patience=PATIENCE, ends_process=False)
+    for number in range(100):
+        watchdog.leave(watchdog.enter(f"all_gather layers.{number}"))
+    wait_for(lambda: store.requests > 8)
     watchdog.close()
-    assert len(watchdog._key(0)) < 64
-    text = store.get(watchdog._key(0)).decode()
-    assert len(text) < 2048
-    numbers = [number for number, _ in json.loads(text)]
-    assert numbers == [*range(1992, 2001), *range(2993, 3001)]
+    assert store.bytes == 0
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_a_stall_costs_each_rank_a_few_requests_and_under_2_kb(caplog, ranks):
+    store = CountingStore()
+    with caplog.at_level(logging.WARNING):
+        watchdogs = stalled(store, ranks=ranks)
+        wait_for(lambda: len(caplog.records) == ranks - 1)
+        stored, before, start = store.bytes, store.requests, time.monotonic()
+        time.sleep(2 * PATIENCE)
+        looks = (time.monotonic() - start) * 4 / PATIENCE + 1
+    assert store.requests - before <= 5 * ranks * looks  # each rank looks; the one that asked reads the answers of all
+    for watchdog in watchdogs:
+        watchdog.close()
+    assert 500 * ranks < stored < 2048 * ranks
+    (text,) = {record.getMessage() for record in caplog.records}  # of the rank that asked, in the log of all that wait
+    assert f"rank {ranks - 1} has not arrived yet and was last at 'all_gather layers.999.mlp" in text
+    assert f"group 0 of ranks 0 to {ranks - 1}: rank " in text
+
+
+def test_a_rank_answers_with_the_collectives_around_the_one_that_it_waits_for():
+    store = CountingStore()
+    watchdogs = stalled(store, ranks=3)
+    wait_for(lambda: sum(store.store.check([f"ztk/watchdog/0/0/{rank}"]) for rank in range(3)) == 2)
+    for watchdog in watchdogs:
+        watchdog.close()
+    answers = [
+        json.loads(store.store.get(f"ztk/watchdog/0/0/{rank}"))[1]
+        for rank in range(3)
+        if store.store.check([f"ztk/watchdog/0/0/{rank}"])
+    ]
+    assert [*range(1992, 2001), *range(2993, 3001)] in [[number for number, _ in labels] for labels in answers]
 
 
 def test_a_rank_that_ran_ahead_is_compared_at_the_number_of_the_one_that_waits():
     """The source of broadcasts leaves each of them before the other rank has entered one."""
-    store, options = dist.HashStore(), {"size": 2, "patience": PATIENCE, "ends_process": False}
-    source, waiting = (Watchdog(store, name="ahead", rank=rank, **options) for rank in range(2))
+    store, options = dist.HashStore(), {"number": 0, "ranks": range(2), "patience": PATIENCE, "ends_process": False}
+    source, waiting = (Watchdog(store, rank=rank, **options) for rank in range(2))
     for number in range(5):
         source.leave(source.enter(f"broadcast piece.{number}"))
     source.enter("all_gather end")
     waiting.enter("all_gather end")
-    end = time.monotonic() + 30
-    while waiting.mismatch is None and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for(lambda: waiting.mismatch is not None and source.mismatch is not None)
     source.close()
     waiting.close()
-    assert "rank 1 is at 'all_gather end', rank 0 at 'broadcast piece.0'" in str(waiting.mismatch)
+    assert "rank 0 is at 'broadcast piece.0', rank 1 at 'all_gather end'" in str(waiting.mismatch)
+    assert str(source.mismatch) == str(waiting.mismatch)
+
+
+def test_messages_name_hosts_and_count_the_ranks_on_each_side(monkeypatch):
+    monkeypatch.setenv("ZTK_HOSTS", "node-a*4 node-b*4")
+    store, options = (
+        dist.HashStore(),
+        {"number": 7, "ranks": range(1, 8, 2), "patience": PATIENCE, "ends_process": False},
+    )
+    watchdogs = [Watchdog(store, rank=rank, **options) for rank in range(4)]
+    for rank, watchdog in enumerate(watchdogs):
+        watchdog.enter("all_reduce a" if rank == 2 else "all_reduce b")
+    wait_for(lambda: all(watchdog.mismatch is not None for watchdog in watchdogs))
+    for watchdog in watchdogs:
+        watchdog.close()
+    expected = "group 7 of ranks 1 to 7 in steps of 2: rank 1 on node-a (and 2 more) is at 'all_reduce b', rank 5 on node-b at 'all_reduce a'"
+    assert expected in str(watchdogs[0].mismatch)
+
+
+def test_a_stopped_process_is_told_from_a_late_one(caplog):
+    """It gives no answer to the rank that waits."""
+    waiting = Watchdog(dist.HashStore(), number=0, rank=0, ranks=range(2), patience=PATIENCE, ends_process=False)
+    with caplog.at_level(logging.WARNING):
+        waiting.enter("all_gather end")
+        wait_for(lambda: caplog.records)
+    waiting.close()
+    assert "rank 1 does not answer: its process is stopped" in caplog.text
 
 
 @pytest.mark.parametrize("over", ["gloo", "shared memory"])
@@ -206,7 +294,7 @@ def test_a_flag_of_any_rank_reaches_all_by_one_collective(ranks, over):
 
 
 def flags(process: Process, *, over: str) -> list[bool]:
-    comm = process.comm if over == "shared memory" else watched(process, name="flags")
+    comm = process.comm if over == "shared memory" else watched(process, number=1003)
     found = [comm.any(process.rank in ranks, label="flag") for ranks in ((1,), (), (0, 2))]
     assert comm.counters.bytes["scalars"] >= 12
     if over == "gloo":

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ztk.core.policies.ending import ENDING
-from ztk.core.policies.machine import HOSTS
+from ztk.core.policies.machine import hosts
 from ztk.core.policies.records import replace_file
 
 FAILURES = "ZTK_FAILURES"  # variable of a rank: a file in the launcher's memory
@@ -99,7 +99,7 @@ def failure_of(error: BaseException, *, rank: int) -> RankFailure:
         trace="".join(traceback.format_exception(error)) if shows_trace else "",
         time=time.time(),
         secondary=_is_secondary(error),
-        host=platform.node() if len(set(os.environ.get(HOSTS, "").split())) > 1 else "",
+        host=platform.node() if len(set(hosts())) > 1 else "",
     )
 
 

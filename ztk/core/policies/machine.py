@@ -5,10 +5,12 @@ import os
 import runpy
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-HOSTS = "ZTK_HOSTS"  # variable of a rank that another launcher started: the host names of all ranks
+_HOSTS = "ZTK_HOSTS"  # variable of a rank that another launcher started: the host names of all ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,27 @@ class Machine:
     def here(*, started_ranks: int = 0, started_here: int = 0) -> "Machine":
         """Returns the machine that this process runs on."""
         return Machine(gpus=count_gpus(), cores=count_cores(), started_ranks=started_ranks, started_here=started_here)
+
+
+def set_hosts(hosts: Sequence[str]) -> None:
+    """Stores the host name of each rank for `hosts` and `place_of`, here and in child processes.
+
+    Equal neighbours are stored once: a variable of more than 128 KB, as of 2,048 long names, would keep every child process from starting.
+    """
+    runs = [(host, len(list(same))) for host, same in groupby(hosts)]
+    os.environ[_HOSTS] = " ".join(f"{host}*{count}" for host, count in runs)
+
+
+def hosts() -> list[str]:
+    """Returns the host name of each rank. Empty if all ranks were started by one command on this machine."""
+    runs = [entry.partition("*") for entry in os.environ.get(_HOSTS, "").split()]
+    return [host for host, _, count in runs for _ in range(int(count or 1))]
+
+
+def place_of(rank: int) -> str:
+    """Returns `rank 3`, or `rank 3 on HOST` if the run has several hosts. For messages."""
+    names = hosts()
+    return f"rank {rank} on {names[rank]}" if rank < len(names) and len(set(names)) > 1 else f"rank {rank}"
 
 
 def count_cores() -> int:

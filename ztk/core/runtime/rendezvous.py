@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ztk.core.policies.machine import HOSTS
+from ztk.core.policies.machine import set_hosts
 
 _LONGEST_PAUSE_SECONDS = 0.2  # between two looks of rank 0 for ranks that have not arrived
 
@@ -93,7 +93,7 @@ def _await_readers(store: dist.Store, *, key: str, rank: int, world: int) -> Non
 def set_places(hosts: Sequence[str], *, rank: int) -> None:
     """Stores the hosts of all ranks, for messages and the record. Sets `LOCAL_RANK` and `LOCAL_WORLD_SIZE` from them, for launchers that set
     neither, such as Kubeflow's."""
-    os.environ[HOSTS] = " ".join(hosts)
+    set_hosts(hosts)
     if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
         same = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         os.environ.setdefault("LOCAL_RANK", str(same.index(rank)))

@@ -84,9 +84,9 @@ def _comm(
     if not transport.checks_labels:
         watchdog = Watchdog(
             dist.distributed_c10d._get_default_store(),
-            name=f"group {number} of ranks {','.join(map(str, ranks))}",
+            number=number,
             rank=rank,
-            size=len(ranks),
+            ranks=ranks,
             patience=min(PATIENCE_SECONDS, timeout_seconds / 4),
             ends_process=not transport.blocking,
         )
