@@ -116,8 +116,8 @@ def run_examples(
 ) -> dict[str, float]:
     """Continues from `checkpoint.resume`, trains, evaluates before and after, and closes the engine. Returns the last evaluation.
 
-    stream: defaults to `examples`. begin: called with the report of a loaded checkpoint, or None. state: as in `train`. describe: returns
-    lines about both evaluations, `changes` by default. parameters: as in `build_reporter`.
+    stream: defaults to `examples`. begin: called with the report of a loaded checkpoint, or None. state: the same as in `train`. describe:
+    returns lines about both evaluations, `changes` by default. parameters: the same as in `build_reporter`.
     """
     past, loaded = resume(config, engine=engine, stream=examples)
     begin(loaded)

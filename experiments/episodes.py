@@ -30,7 +30,7 @@ def played(
 def _begun(
     environments: Environments, *, prompts: Sequence[Prompt], encoding: Encoding, numbers: Sequence[int]
 ) -> tuple[list[Episode], list[list[int]]]:
-    """Returns episodes with their environments, and the tokens of their prompts. numbers: of the samples. Raises EnvironmentFault."""
+    """Returns episodes with their environments, and the tokens of their prompts. numbers: the samples'. Raises EnvironmentFault."""
     episodes = [Episode.of(prompt, number=number) for number, prompt in zip(numbers, prompts, strict=True)]
     before = [episode.said for episode in episodes]
     environments.reset(episodes)

@@ -30,9 +30,9 @@ ROW_UNIT = 8  # rows are padded to the longest text of a step, rounded up to a m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward of this rank. sequences: one per chat or labelled answer; 2P for P pairs, all chosen ones first. margins: of the pairs,
+    """One forward of this rank. sequences: one per chat or labelled answer; 2P for P pairs, all chosen ones first. margins: one per pair,
     float32 [P].
-    numbers: of the examples in the run, [P]. labels: of single answers, bool [P]. is_filler: whether it repeats another rank's example
+    numbers: the examples' in the run, [P]. labels: single answers', bool [P]. is_filler: whether it repeats another rank's example
     with weight 0, because every rank runs the same number of forwards.
     """
 
@@ -48,8 +48,8 @@ class Step:
     """This rank's micro-batches of a step, and totals over all ranks: its examples, its tokens, and the answer tokens of chats or chosen
     texts.
 
-    num_text_tokens: tokens of chats or chosen texts, without their first. length: of every row. parts: micro-batches of all ranks. packs:
-    forwards take the texts without padding. mismatched: for answers with labels, the same prompts with the answers to the previous
+    num_text_tokens: tokens of chats or chosen texts, without their first. length: length of every row. parts: micro-batches of all ranks.
+    packs: forwards take the texts without padding. mismatched: for answers with labels, the same prompts with the answers to the previous
     prompts.
     """
 

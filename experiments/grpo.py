@@ -50,7 +50,7 @@ from ztk.train.loop import Loop
 class Update:
     """loss: this rank's mean over its micro-batches; the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
 
-    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens
+    tokens: number in prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens
     outside the clipping range.
     """
 

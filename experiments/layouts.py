@@ -48,7 +48,7 @@ def find_layouts(
     """Ranks the layouts of the run `config` with the command line `given`, prints them and writes them into its folder.
 
     The search replaces the options of zero, offload, recompute and topology, and the degrees, for each number of ranks in `plan.ranks`.
-    Other keys of the command line are kept. folders: of `--config-dir`.
+    Other keys of the command line are kept. folders: given by `--config-dir`.
     """
     counts = [config.launch.ranks] if config.plan.ranks is None else rank_counts(config.plan.ranks)
     work = workload(config)

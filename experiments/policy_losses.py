@@ -34,7 +34,7 @@ from ztk.train.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerLosses:
-    """loss: weighted sum over tokens, a scalar. logprobs: of the answers, float32 [S, T] without a gradient. clipped: number of tokens
+    """loss: weighted sum over tokens, a scalar. logprobs: the answers', float32 [S, T] without a gradient. clipped: number of tokens
     whose ratio is outside the clipping range. entropy: sum over the answers' tokens. The last two are float64 scalars.
     """
 
@@ -171,7 +171,7 @@ def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
 def compared(run: Run, *, batches: Sequence[Samples], logprobs: Sequence[Tensor]) -> int:
     """Returns the number of log-probabilities that differ from the stored ones, over all ranks and micro-batches. A collective call.
 
-    logprobs: of the micro-batches, on ranks that compute losses.
+    logprobs: one per micro-batch, on ranks that compute losses.
 
     With rollout.identity=exact it raises RolloutMismatch on the ranks of a replica with a difference.
     """

@@ -47,11 +47,11 @@ from ztk.train.engine import Engine
 class Run:
     """The state of a run.
 
-    best: of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
-    padding. reward_model: of reward.path. drawer: of rollout.engine. rollouts: number so far. metrics: of the latest one.
-    reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: of
-    rollout.environment. episodes: of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1. routers: of a policy
-    with experts that the inference engine draws with.
+    best: the best of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
+    padding. reward_model: given by reward.path. drawer: given by rollout.engine. rollouts: number so far. metrics: the latest one's.
+    reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: given by
+    rollout.environment. episodes: those of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1. routers: those
+    of a policy with experts that the inference engine draws with.
     """
 
     config: Config
@@ -279,7 +279,7 @@ class Savers:
     def save(self, *, data_state: Mapping[str, Any], extra: dict[str, Any], metric: float | None = None) -> None:
         """Saves all models after the same optimizer step. A collective call.
 
-        data_state: of the run. metric: for `checkpoint.keep_best`; smaller is better.
+        data_state: the run's. metric: for `checkpoint.keep_best`; smaller is better.
         """
         policy = self._open()
         for engine in others_of(self._run).values():

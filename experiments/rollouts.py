@@ -238,7 +238,7 @@ def logprobs_of(
 ) -> Tensor | None:
     """Returns log-probabilities of the tokens of `samples` by `engine`, over the kept tokens, float32 [S, T], without gradients.
 
-    None without an engine. routers: of the engine's module, if they choose the experts that drew the samples.
+    None without an engine. routers: the engine's module's, if they choose the experts that drew the samples.
     """
     if engine is None:
         return None

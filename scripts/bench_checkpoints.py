@@ -168,7 +168,7 @@ def measure(process: Process, *, rounds: int, layers: int, folder: Path) -> tupl
 
 
 def measure_nvme(process: Process, *, rounds: int, layers: int, folder: Path) -> tuple[Found, int]:
-    """As `measure`, of synchronous and asynchronous saves with states on NVMe."""
+    """Measures synchronous and asynchronous saves with states on NVMe. Returns the same as `measure`."""
     torch.manual_seed(0)
     engine = parallelize(
         Decoder(config_of(layers)),

@@ -362,7 +362,7 @@ class Section:
     note: str = ""
 
     def text(self, plans: Plans) -> str:
-        """As Markdown."""
+        """Returns the tables as Markdown."""
         head = "| section | the document | the plan | result |\n| --- | --- | --- | --- |"
         lines = [f"| {row.place} | {row.says} | {row.plan} | {row.result} |" for row in self.rows(plans)]
         return "\n".join([f"## {self.title}\n", *([self.note, ""] if self.note else []), head, *lines, ""])

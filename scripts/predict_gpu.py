@@ -119,7 +119,7 @@ def cell(one: Prediction) -> str:
 
 
 def predictions(name: str, *, folder: str) -> Iterator[Prediction]:
-    """All work on the GPU `name`. folder: of the plans."""
+    """All work on the GPU `name`. folder: holds the plans."""
     target = partial(compose, *MODEL, f"hardware={name}", output_dir=folder)
     for title, words in STEPS.items():
         yield planned(target(*BATCH, *words), work=f"step of 1B, 16,384 tokens, {title}", shown=True)
@@ -193,7 +193,7 @@ def cache_bytes() -> int:
 
 
 def times(machine: Hardware, *, nbytes: float, flops: float, share: float = 1.0) -> tuple[float, float]:
-    """Seconds at the data sheet's rates, and at the expected shares. share: of the rate of products."""
+    """Seconds at the data sheet's rates, and at the expected shares. share: fraction of the rate of products."""
     moved, computed = nbytes / machine.memory_bandwidth, flops / machine.rate("bfloat16")
     return max(moved, computed), max(moved / machine.memory_share, computed / share)
 

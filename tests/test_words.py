@@ -1,5 +1,9 @@
-"""Names that were retired do not come back: the terms of FSDP2, DeepSpeed and Megatron replaced them; docs/glossary.md has them."""
+"""Retired names and clipped descriptions do not come back.
 
+The terms of FSDP2, DeepSpeed and Megatron replaced the names; docs/glossary.md lists them.
+"""
+
+import ast
 import re
 import tokenize
 from collections.abc import Iterator
@@ -63,3 +67,20 @@ def test_retired_names_are_found_in_any_case():
         map(retired, ("ShortExchange", "_short_exchange", "Nursery", "let_go", "sequence_let_go", "BornParameter"))
     )
     assert not any(map(retired, ("exchange", "outlet_gone", "wishbone", "reload", "landscape")))
+
+
+# A description that lacks its noun ("dtype: of the weights"), or a summary that lacks its verb ("As `forward`.").
+TELEGRAM = re.compile(r"(?:^|(?<=\. )|(?<=\) ))\s*[a-z_]+: (?:of|as) |\AAs `?[\w.]+`?[ .,'(]", re.MULTILINE)
+
+
+def test_descriptions_name_what_they_describe():
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group().strip()}: name the thing, for example `dtype: dtype of the weights`"
+        for place in ("ztk", "experiments", "scripts")
+        for path in (ROOT / place).rglob("*.py")
+        if re.search(r': (of|as) |"""As ', path.read_text())  # parses few files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        for match in TELEGRAM.finditer(ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)

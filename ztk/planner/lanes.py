@@ -42,8 +42,8 @@ _COUNTED = (*LANES, *_COPIES, *_WIRES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """seconds: of a step. busy: seconds of work by lane. waits: seconds that computing waited for each lane. waiting: their sum, plus the
-    bubble of a pipeline."""
+    """seconds: duration of one step. busy: seconds of work by lane. waits: seconds that computing waited for each lane. waiting: their sum,
+    plus the bubble of a pipeline."""
 
     seconds: float
     busy: dict[str, float]

@@ -59,11 +59,11 @@ class Layout(Degrees):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The model, the data and the hardware of a search. parameters: of the full model; expert_parameters: the part of them in experts.
+    """The model, the data and the hardware of a search. parameters: number in the full model; expert_parameters: the part of them in experts.
 
-    expert_choices: choices of a token, over all layers. flops: of a token, forward and backward. global_batch: sequences. Bytes per
+    expert_choices: choices of a token, over all layers. flops: operations for a token, forward and backward. global_batch: sequences. Bytes per
     parameter: parameter_bytes of its values in the forward, gradient_bytes of its gradient, accumulated_bytes of a gradient that several
-    micro-batches add up, optimizer_bytes of its optimizer states. dtype: of products; linear_dtype: of products in linear layers.
+    micro-batches add up, optimizer_bytes of its optimizer states. dtype: dtype of products; linear_dtype: dtype of products in linear layers.
     """
 
     ranks: int

@@ -41,7 +41,7 @@ def count_operations(
 
 
 class _Counter(TorchDispatchMode):
-    """flops: of matrix products and attention. again: the part of them in which attention's backward recomputes scores."""
+    """flops: operations of matrix products and attention. again: the part of them in which attention's backward recomputes scores."""
 
     def __init__(self) -> None:
         super().__init__()

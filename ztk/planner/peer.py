@@ -57,7 +57,7 @@ def _block(way: Way) -> dict[str, Callable]:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None):
-    """As torchtitan's and KempnerForge's RMSNorm; x [..., N], weight [N]. Returns the same as `ztk.kernels.rms_norm`."""
+    """RMSNorm in the operations of torchtitan and KempnerForge; x [..., N], weight [N]. Returns the same as `ztk.kernels.rms_norm`."""
     total = x if residual is None else x + residual
     wide = total.float()
     y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(x) * weight
@@ -65,14 +65,14 @@ def _rms_norm(x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None 
 
 
 def _rope(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As torchtitan's `apply_rotary_emb`, by complex numbers; x [B, T, H, D], cos and sin [T, D / 2]."""
+    """Rotation in complex numbers, the operations of torchtitan's `apply_rotary_emb`; x [B, T, H, D], cos and sin [T, D / 2]."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     turned = pairs * torch.complex(cos, sin).unsqueeze(-2)
     return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
 def _repeated_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As torchtitan's `repeat_kv` before attention; query [B, T, H, D], key and value [B, T, K, D]."""
+    """Attention after torchtitan's `repeat_kv`; query [B, T, H, D], key and value [B, T, K, D]."""
     groups = query.shape[2] // key.shape[2]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
@@ -176,7 +176,7 @@ class _OfColumns(torch.autograd.Function):
 
 
 def half_contexts():
-    """As `selective.contexts`, without the results of every second product."""
+    """Makes the contexts of `selective.contexts`, without the results of every second product."""
     counted = {False: 0, True: 0}  # products, by whether the block is repeated
 
     def choose(ctx: Any, operator: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:

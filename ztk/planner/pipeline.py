@@ -10,9 +10,9 @@ from ztk.planner.lanes import StepTime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Times of one pipeline rank in a step. seconds: of each of its actions. outside: seconds before its first action and after its last
-    one.
-    transfer: of its longest message."""
+    """Times of one pipeline rank in a step. seconds: duration of each of its actions. outside: seconds before its first action and after
+    its last one.
+    transfer: seconds of its longest message."""
 
     schedule: Schedule
     seconds: Mapping[Action, float]
@@ -21,7 +21,7 @@ class StageTimes:
 
 
 def joined(times: Sequence[StepTime], *, stages: Sequence[StageTimes]) -> list[StepTime]:
-    """The steps of the ranks of one pipeline, including waits for each other. times: of each rank alone."""
+    """The steps of the ranks of one pipeline, including waits for each other. times: each rank's alone."""
     schedule = stages[0].schedule
     seconds = {action: value for stage in stages for action, value in stage.seconds.items()}
     costs = Costs(transfer=max(stage.transfer for stage in stages))

@@ -9,7 +9,7 @@ from ztk.planner.result import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """tokens: of the whole training, if given. budget_hours: GPU hours that it may take, if given."""
+    """tokens: number in the whole training, if given. budget_hours: GPU hours that it may take, if given."""
 
     tokens: float | None = None
     budget_hours: float | None = None

@@ -17,7 +17,8 @@ class Plan:
     """A planned run. Bytes, and operations of one optimizer step.
 
     parameters: elements of the full model. classes: one rank of each kind with different memory or traffic; every number of the plan is the
-    maximum over them. hardware: of the plan. tokens, model_flops: of a step over all ranks, 0 if unknown. dtype: of the products.
+    maximum over them. hardware: the hardware that the run is planned for. tokens, model_flops: totals of a step over all ranks, 0 if
+    unknown. dtype: the products' dtype.
     """
 
     world_size: int

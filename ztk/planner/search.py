@@ -112,7 +112,7 @@ class Search:
     dropped: number of layouts that were not planned, by reason. The counts and `found` add up to `layouts`.
     usable, resident: bytes available to tensors on a device, and the minimum of bytes that a layout without offloading keeps there between
     steps.
-    price: of the training for which the layouts are compared.
+    price: limits of the training for which the layouts are compared.
     """
 
     found: tuple[Found, ...]

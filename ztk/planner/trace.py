@@ -45,10 +45,10 @@ STEPS = 2  # the first records the order in which stage 3 gathers, the second pr
 class RankTrace:
     """Memory and traffic of one rank, in bytes.
 
-    state: by tier and category, between two steps. reserved: the largest sum booked at one time, by tier. peak: of the device, with
+    state: bytes by tier and category, between two steps. reserved: the largest sum booked at one time, by tier. peak: the device's, with
     activations. saved: bytes that the first micro-batch's forward leaves on the device for its backward; 0 for a pipeline, whose schedule
-    mixes forwards and backwards. wire: by axis and kind, in one step.
-    disk_read, disk_write: in one step. flops: of one step. time: of one step; None without hardware.
+    mixes forwards and backwards. wire: bytes by axis and kind, in one step.
+    disk_read, disk_write: bytes in one step. flops: operations of one step. time: duration of one step; None without hardware.
     stages: times of a pipeline rank's actions, in its own time.
     The wire, the disk, the operations and the time are from the last step.
     """

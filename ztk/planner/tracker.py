@@ -52,7 +52,7 @@ class Peak:
 
 
 class StepTracker(TorchDispatchMode):
-    """Counts inside its context. alive: bytes now. flops: of matrix products and attention, as torch's registry has them, in `count_flops`."""
+    """Counts inside its context. alive: bytes now. flops: operations of matrix products and attention by torch's registry, in `count_flops`."""
 
     sees_everything = True  # also operations that ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
 

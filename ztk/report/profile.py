@@ -140,7 +140,7 @@ def _elsewhere(recording: Recording, *, document: dict[str, Any]) -> Iterator[Ev
 
 
 def backward_by_module(events: list[Event]) -> list[Event]:
-    """Returns slices for a separate row that names the module whose backward runs. events: of the trace, including ranges of modules."""
+    """Returns slices for a separate row that names the module whose backward runs. events: the trace's, including ranges of modules."""
     module_of = _forward_modules(events)
     slices: list[Event] = []
     last: str | None = None  # module of the last slice

@@ -91,7 +91,7 @@ class Reporter:
         work: Work | None = None,
         acted: Mapping[str, Any] | None = None,
     ) -> None:
-        """comm: of all ranks.
+        """comm: communicates between all ranks.
         parameters: number of parameters of the full model.
         first_step, first_tokens, digest, first_loss, last_loss: values at the checkpoint from which the run continues.
         module: the model whose modules a profile names.

@@ -49,7 +49,7 @@ class SweepRecord:
     """A sweep as requested.
 
     command: the command line as one text. flags, words: its parts, without `sweep.*` and the folder. grid: key -> its values.
-    commit: of the checkout that started it. later_commits: of the checkouts that continued it.
+    commit: commit of the checkout that started it. later_commits: commits of the checkouts that continued it.
     """
 
     command: str

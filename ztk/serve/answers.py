@@ -57,7 +57,7 @@ class Answer:
         ends: Collection[int] = (),
         format: Format = Format.hermes,
     ) -> None:
-        """ends: tokens that end the answer. format: of tool calls."""
+        """ends: tokens that end the answer. format: format of tool calls."""
         self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
         self._ends = ends
         self._text = TextStream(

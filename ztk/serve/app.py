@@ -48,7 +48,7 @@ class ServePolicy:
     max_waiting: most prompts that wait for the engine.
     limits: per request.
     stops, max_tokens: defaults for requests. Without max_tokens, answers end at the end of the context.
-    tool_format: of calls, by default derived from the chat template.
+    tool_format: format of tool calls, by default derived from the chat template.
     hosts: names of this server that need no key, in addition to localhost and this machine's names.
     origins: web pages that may send requests.
     """

@@ -23,7 +23,8 @@ _NAMES = 16  # ignored fields in a header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one request. body_bytes: of its body. answers: prompts times n. logprobs: per position. stops: number of stop texts."""
+    """Limits of one request. body_bytes: size of its body. answers: prompts times n. logprobs: number per position. stops: number of stop
+    texts."""
 
     body_bytes: int = 4 << 20
     answers: int = 128

@@ -28,7 +28,7 @@ _UNDONE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """Inputs of a template other than the messages. tools: as in the request. variables: the template's own. begins: adds the beginning
+    """Inputs of a template other than the messages. tools: the request's. variables: the template's own. begins: adds the beginning
     of an answer.
     continues: the last message is the beginning of the answer.
     """

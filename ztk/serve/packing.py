@@ -106,8 +106,8 @@ def open_streamed(
 
     The generator packs models that run their own modules: it reads a folder one parameter at a time, and a run in full.
 
-    calibration: as in `pack_model`; has no effect on packed weights and on models that run their own modules, which the caller refuses.
-    on_packed: called after new weights were packed.
+    calibration: the same as in `pack_model`; it has no effect on packed weights and on models that run their own modules, which the caller
+    refuses. on_packed: called after new weights were packed.
 
     Raises:
         ValueError: as `pack_model`.

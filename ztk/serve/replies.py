@@ -39,7 +39,7 @@ def check_tokens(tokens: Iterable[int], *, size: int, param: str | None = None) 
 class Reader:
     """Creates the jobs of requests for one model, and answers the bodies of routes that generate nothing. Used in threads.
 
-    max_tokens: default for requests. format: of tool calls, by default derived from the chat template.
+    max_tokens: default for requests. format: format of tool calls, by default derived from the chat template.
 
     Raises:
         ValueError: an adapter has the model's name.
@@ -339,7 +339,7 @@ class Reply:
     """
 
     def __init__(self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format) -> None:
-        """format: of tool calls."""
+        """format: format of tool calls."""
         self.jobs, self.asked, self.shape = jobs, asked, shape
         self._answers = [
             Answer(

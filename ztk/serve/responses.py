@@ -39,7 +39,7 @@ _Item = dict[str, Any]
 class Turn:
     """One request.
 
-    body: of the chat with the same answer. conversation: its messages without instructions, which later requests may continue. echoed:
+    body: body of the chat with the same answer. conversation: its messages without instructions, which later requests may continue. echoed:
     fields that the response repeats. stores: whether to store the conversation.
     """
 
@@ -238,7 +238,7 @@ class ResponseReply(Reply):
         stored: Stored,
         format: Format = Format.hermes,
     ) -> None:
-        """stored: receives the conversation with its answer. format: of tool calls."""
+        """stored: receives the conversation with its answer. format: format of tool calls."""
         super().__init__(jobs, asked=asked, shape=shape, tokenizer=tokenizer, format=format)
         self._turn, self._stored, self._events = turn, stored, _Events()
 
@@ -356,7 +356,7 @@ class _Events:
         return events
 
     def closed(self, *, status: str) -> list[bytes]:
-        """Ends the last item, or an empty message if there is none. status: of the item."""
+        """Ends the last item, or an empty message if there is none. status: the item's."""
         events = [] if self.output or self._item else self._said()
         return [*events, *self._ended(status=status)]
 

@@ -58,7 +58,7 @@ def prepared(schema: dict[str, Any], *, param: str) -> dict[str, Any]:
 
 
 def check_embedded(text: str, *, param: str) -> None:
-    """As `prepared`, for the schemas after %json in a grammar of Lark, which stay as they are."""
+    """Raises the errors of `prepared` for schemas after %json in a grammar of Lark. The schemas stay unchanged."""
     for piece in text.split("%json")[1:]:
         try:
             found, _ = json.JSONDecoder().raw_decode(piece.lstrip())

@@ -233,7 +233,7 @@ class Scan:
     A call is certain when its name and the first bracket of its arguments are complete. Calls in another form, for example with the
     arguments first, are left to a parser of the complete text.
 
-    mark: of the format. has_names: calls may be NAME{...}. count: number of calls so far.
+    mark: the format's. has_names: calls may be NAME{...}. count: number of calls so far.
     """
 
     def __init__(self, *, mark: str, has_names: bool) -> None:
@@ -410,7 +410,7 @@ class CallStream:
 
 
 def _ended(text: str) -> tuple[str, str, str]:
-    """As `text.partition(_END)`, but the mark does not count inside a JSON string."""
+    """Splits like `text.partition(_END)`, but the mark does not count inside a JSON string."""
     if _END in text:
         for found in _ENDS.finditer(text):
             if found[0] == _END:

@@ -60,7 +60,7 @@ class Saves(Protocol):
 class Loop:
     """Trains an engine for `steps` optimizer steps: `loop.run()`.
 
-    step: number of the current step. tokens: of this step, over all ranks. measured: extra values for the step's row, which it then has.
+    step: number of the current step. tokens: number in this step, over all ranks. measured: extra values for the step's row, which it then has.
     row_values: returns further values if the step has a row; a collective call. is_regular: whether `eval_every` evaluates this step.
     ended_by: the reason to stop after this step; None to continue. `train_step` may set them, too.
     """
@@ -249,7 +249,7 @@ class Loop:
                     return False
 
     def _check_grace(self, seconds: float) -> None:
-        """Reports once that a signal would end the process before the running step is saved. seconds: of the last step."""
+        """Reports once that a signal would end the process before the running step is saved. seconds: duration of the last step."""
         limit, needed = self._grace_seconds, seconds + self._save_seconds
         if self.saver is None or limit is None or needed <= limit:
             return

@@ -108,7 +108,8 @@ class Gathering:
         self.full_parameters_change()
 
     def full_parameters_change(self, bucket: Bucket | None = None, *, names: Container[str] | None = None) -> None:
-        """As `parameters_change`, for parameters that are never sharded: all trained ones, or the ones of `bucket` in `names`."""
+        """Records the same as `parameters_change`, for parameters that are never sharded: all trained ones, or the ones of `bucket` in
+        `names`."""
         mark_updated = None if self.mark_updated is None else self.mark_updated()
         if mark_updated is not None:
             mark_updated(bucket, names=names)

@@ -66,7 +66,7 @@ class GradientReduction:
     collectives. The first backward uses the reverse order of definition, the root last. Later ones use the order in which rank 0's buckets
     became complete: a bucket early in the order that completes late would delay all others.
 
-    pool: of unreduced gradients at stages 2 and 3.
+    pool: holds unreduced gradients at stages 2 and 3.
     """
 
     def __init__(

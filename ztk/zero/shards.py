@@ -20,7 +20,7 @@ class ReducedShards:
     """The reduced shards of buckets whose gradients are sharded (stages 2 and 3), in their pieces' stores."""
 
     def __init__(self, *, pool: BufferPool, clock: PhaseClock) -> None:
-        """pool: of buffers for shards that no store keeps on the device."""
+        """pool: holds buffers for shards that no store keeps on the device."""
         self._pool, self._clock = pool, clock
         self._writes: deque[tuple[list[Pending], Tensor]] = deque()  # with the shards that they write
 

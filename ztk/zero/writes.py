@@ -71,7 +71,7 @@ class ParameterWrites:
 
         Kernels do not raise versions, so this does. If parameters are sharded, `ModelHooks` compares instead. bucket: the only one that
         changed.
-        names: of its parameters that changed.
+        names: names of its parameters that changed.
         """
         with torch._C.DisableTorchFunctionSubclass():  # versions may be read while values are pending
             for changed in self._buckets if bucket is None else (bucket,):

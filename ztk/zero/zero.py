@@ -52,7 +52,7 @@ class Zero:
     averaged: shows the average of the weights. state_names: names of the states stored per parameter, without its master weight.
     kept_states: their formats, see `StateFormat.described`. matrices: names of the parameters that Muon updates.
     num_parameters: elements of the model over all ranks, including frozen ones, without padding.
-    dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and added up.
+    dtype: dtype of the parameters as the model computes with them. gradient_dtype: dtype in which gradients are sent and added up.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class ExpertExchange:
         """Runs tokens [T, C] through `experts(x, offsets=, order=, position=)` on the ranks that hold them. A collective call along "ep"
         and "data".
 
-        experts: this rank's. meanwhile: work to do during the first all-to-all. weight: of this rank's tokens in `counts`; the ranks'
+        experts: this rank's. meanwhile: work to do during the first all-to-all. weight: factor of this rank's tokens in `counts`; the ranks'
         weights have the mean 1.
         """
         own_weight = torch.full((1,), weight, device=tokens.device).view(torch.int32)  # its bits, sent with the counts
@@ -125,7 +125,7 @@ class DispatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanUnderWay:
-    """by_pair: integers [sender, holder, own experts]. totals: of these [sender, holder]."""
+    """by_pair: integers [sender, holder, own experts]. totals: their sums over experts, [sender, holder]."""
 
     by_pair: Tensor
     totals: Reading

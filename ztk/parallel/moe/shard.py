@@ -59,7 +59,7 @@ def shard_experts(
     is `experts.5` on the rank that has it. Parameters on the meta device stay there; other values come from the axis' first rank.
     The load-balancing loss counts over all data-parallel ranks, whether or not experts are distributed.
 
-    pattern: as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens at the layers, and sum their
+    pattern: the same as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens at the layers, and sum their
     gradients.
     Returns the parts by parameter name, none if the mesh has no expert axis.
 

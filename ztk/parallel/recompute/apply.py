@@ -18,7 +18,7 @@ def recompute_blocks(
 ) -> list[str]:
     """Turns the forwards of `model`'s blocks into regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
 
-    comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
+    comm: communicates between the tensor-parallel ranks for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
     Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
     fills a cache while it trains.
     """

@@ -31,7 +31,7 @@ class Regions:
 
     num_regions: number of regions between a forward and its backward, for the contiguous buffer.
     around: returns further contexts around a forward and its repetition, for example for other random states than torch's.
-    comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs.
+    comm: communicates between the tensor-parallel ranks for `partition_inputs`. ledger: counts the saved inputs.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class _Layers:
             self._model.check_length(tokens)
 
     def begin(self, *, length: int, is_cut: bool, documents: Documents | None, device: torch.device) -> None:
-        """Sets the positions of the layers. length: of full sequences; on a stage without tokens, including their padding. Raises
+        """Sets the positions of the layers. length: length of full sequences; on a stage without tokens, including their padding. Raises
         ValueError for sequences that cannot be cut."""
         length = length if documents is None else documents.positions.shape[1]
         for core in self._cores:

@@ -48,7 +48,7 @@ class RingAttention(nn.Module):
     def forward(
         self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None, **options: Any
     ) -> Tensor:
-        """documents: of the full sequences. options: window and scale, of a core that takes them."""
+        """documents: the full sequences'. options: window and scale, for a core that takes them."""
         if not self.active:
             return self.core(query, key=key, value=value, documents=documents, **options)
         given = {"comm": self._comm, "label": self._name, "documents": documents}
@@ -69,7 +69,7 @@ def ring_attention(
     """Causal attention over sequences of which every rank has two chunks, with gradients.
 
     query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window: if w > 0, a token attends
-    to itself and the previous w - 1 tokens. scale: of the scores. Defaults to D ** -0.5. documents: of the full sequences; a token attends
+    to itself and the previous w - 1 tokens. scale: factor of the scores. Defaults to D ** -0.5. documents: the full sequences'; a token attends
     to its own document only, and padding tokens at the end attend to each other. A collective call in the forward and in the backward.
 
     Raises:

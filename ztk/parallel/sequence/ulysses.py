@@ -24,7 +24,7 @@ class UlyssesAttention(nn.Module):
         self._comm, self._name = comm, name
 
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor, **options: object) -> Tensor:
-        """options: of the core, for the full sequence."""
+        """options: the core's, for the full sequence."""
         if not self.active:
             return self.core(query, key=key, value=value, **options)
         repeats = key_repeats(heads=query.shape[2], key_heads=key.shape[2], ranks=self._comm.size)

@@ -24,8 +24,8 @@ from ztk.parallel.tensor.collectives import Started, gathered, scattered, start_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """forward: of the input. adjoint: of its gradient. start: begins the adjoint of a gradient that is not referenced elsewhere. Returns
-    None if the gradient must be copied first."""
+    """forward: runs on the input. adjoint: runs on its gradient. start: begins the adjoint of a gradient that is not referenced elsewhere.
+    Returns None if the gradient must be copied first."""
 
     forward: LinearMap
     adjoint: LinearMap
@@ -95,7 +95,7 @@ class Entrance:
         return None if total is None else self._passage.adjoint(total)
 
     def differentiable_backward(self, d_out: Tensor) -> Tensor:
-        """As `backward` (any shape), for a backward that will be differentiated, in which no layer hands over its part."""
+        """Returns the same as `backward` (any shape), for a backward that will be differentiated, in which no layer hands over its part."""
         return through(d_out, forward=self._passage.adjoint, backward=self._passage.forward)
 
     def _attach(self) -> Taker:

@@ -20,7 +20,7 @@ class VocabularyParallelLoss(nn.Module):
     """Replaces `ztk.nn.loss.LanguageLoss`: logits [B, T, own columns] and targets [B, T] -> mean cross entropy. Without targets it returns the
     full logits [B, T, V].
 
-    sizes: columns per rank, in rank order. z_loss: as in `LanguageLoss`, in training mode.
+    sizes: columns per rank, in rank order. z_loss: the same as in `LanguageLoss`, in training mode.
     """
 
     def __init__(self, comm: Comm, *, sizes: tuple[int, ...], z_loss: float = 0.0) -> None:

@@ -55,7 +55,7 @@ def plotly_script() -> str:
 def render(data: dict[str, Any], *, plotly: str) -> str:
     """Renders the page as text.
 
-    data: of `ztk.report.html.data.collect`, with `live` (seconds, written) for a page that reloads itself. plotly: javascript that
+    data: result of `ztk.report.html.data.collect`, with `live` (seconds, written) for a page that reloads itself. plotly: javascript that
     defines `Plotly`.
 
     Raises:

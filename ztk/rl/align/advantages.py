@@ -50,6 +50,6 @@ def equal_groups(rewards: Tensor, *, groups: Tensor, included: Tensor) -> Tensor
 def generalised_advantages(rewards: Tensor, *, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
     """Computes GAE (Schulman et al. 2016, arXiv 1506.02438) over packed answers: float32 or float64 [T] each, lengths int64 [S] -> [T].
 
-    values: of the state before a token. After the last token of an answer the value is 0.
+    values: value of the state before each token. After the last token of an answer the value is 0.
     """
     return segment_scan(rewards, values, lengths, gamma=gamma, lam=lam)

@@ -78,7 +78,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """tokenizer: of all texts. by_template: formats messages with the chat template of the tokenizer's folder, which is read if there are
+    """tokenizer: encodes all texts. by_template: formats messages with the chat template of the tokenizer's folder, which is read if there are
     any, instead of as lines <|role|>. stop: the byte that ends an answer of bytes, and that answers must not contain.
     """
 

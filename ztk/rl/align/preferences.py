@@ -65,7 +65,7 @@ def pairwise_losses(
     values: Tensor, *, sequences: Sequences, policy: PairwisePolicy, margins: Tensor | None = None
 ) -> PairLosses:
     """Returns the loss of every pair and the values at the last tokens, from values [T] of 2P sequences: all chosen ones, then the rejected
-    ones in the same order. margins: of the pairs, [P]; NaN means policy.margin.
+    ones in the same order. margins: one per pair, [P]; NaN means policy.margin.
 
     Raises:
         ValueError: an odd number of sequences.
@@ -198,7 +198,8 @@ def dpo_loss(found: PairLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_p
 
     The parts of all micro-batches and ranks add up to the mean over the step.
 
-    num_pairs: in the step. num_tokens: of the chosen answers in the step; for orpo of the chosen texts, without their first tokens.
+    num_pairs: number of pairs in the step. num_tokens: number of tokens of the step's chosen answers; for orpo, of the chosen texts without
+    their first tokens.
     """
     loss = found.losses.sum() / num_pairs
     if not policy.sft_weight:

@@ -38,7 +38,7 @@ class Truncation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN if it has none. label: whether the text of a
+    """texts: a chat, or the chosen and the rejected text of a pair. margin: the pair's, or NaN if it has none. label: whether the text of a
     KTO record is desirable. See `without_rejected`.
     """
 
@@ -137,8 +137,8 @@ def read_records(
 ) -> list[R]:
     """Returns the records of all files.
 
-    paths: as for `ztk.data.rows.files_of`. make: converts a row's object, and raises ValueError for an invalid one. fields: ztk's names
-    -> the data's.
+    paths: the same as for `ztk.data.rows.files_of`. make: converts a row's object, and raises ValueError for an invalid one. fields: ztk's
+    names -> the data's.
 
     Raises:
         ValueError: invalid rows, each with file and place, at most ten; or files without a record.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """tokens: int64 [T]. lengths: of the sequences, int64 [S]. answer: whether the token counts in the loss, bool [T].
+    """tokens: int64 [T]. lengths: one per sequence, int64 [S]. answer: whether the token counts in the loss, bool [T].
 
     Raises:
         ValueError: inconsistent shapes, an empty sequence, or an answer without a token before it.
@@ -114,7 +114,7 @@ class Packing:
 
     @classmethod
     def of(cls, mask: Tensor, *, device: torch.device | str | None = None) -> Self:
-        """Makes positions from a mask of tokens, bool [S, T]. device: of the rows, by default the mask's.
+        """Makes positions from a mask of tokens, bool [S, T]. device: device of the rows, by default the mask's.
 
         A mask on the CPU avoids synchronization.
         """

@@ -51,7 +51,7 @@ def policy_loss(
     """Returns the loss to minimise: logprobs, old, advantages, weights of packed answers, float32 or float64 [T] -> the sum over tokens
     of weight times token loss.
 
-    lengths: of the answers, int64 [S], for policy.ratio=sequence. correction: a further weight per token, [T]. reference:
+    lengths: one per answer, int64 [S], for policy.ratio=sequence. correction: a further weight per token, [T]. reference:
     log-probabilities of the reference [T], for a divergence in the loss.
     """
     mask = weights > 0

@@ -42,7 +42,7 @@ class Segment:
 
 
 class Blocks:
-    """The positions of some texts' tokens in the products. segments: each token's query is in exactly one. tokens: of the forward."""
+    """The positions of some texts' tokens in the products. segments: each token's query is in exactly one. tokens: number in the forward."""
 
     def __init__(self, segments: Sequence[Segment], *, tokens: int, kv_heads: int, group: int, head_dim: int) -> None:
         self._sizes = (tokens, kv_heads, group, head_dim)

@@ -35,11 +35,11 @@ _MOST, _MOST_ON_DEVICE, _STEP_TOKENS = 64, 256, 2048  # answers at a time, and t
 class CachedRollouts:
     """Generates answers with a `Generator` and the policy's weights, with adapters merged.
 
-    kernels: as in `InferencePolicy`. By default on a GPU. Without, every rank has an fp32 copy of the weights
+    kernels: the same as in `InferencePolicy`, by default True on a GPU. Without kernels every rank has an fp32 copy of the weights
     in main memory, renewed on the first samples after an optimizer step of the policy. With kernels, the weights are the engine's own, on
     its device and in its dtype; see [Note: Weights on the device].
-    comm: of ranks that share a copy, each with a part of every layer. Without it every rank has its own copy, and ranks generate
-    independently.
+    comm: communicates between ranks that share a copy, each with a part of every layer. Without it every rank has its own copy, and ranks
+    generate independently.
     """
 
     def __init__(self, engine: Engine, *, comm: Comm | None = None, kernels: bool | None = None) -> None:
@@ -52,7 +52,7 @@ class CachedRollouts:
 
     @contextmanager
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
-        """As `Rollouts.turns`. One generator draws all turns and keeps keys and values of as many texts as it has slots.
+        """Yields the draws of `Rollouts.turns`. One generator draws all turns and keeps keys and values of as many texts as it has slots.
 
         With a copy of its own draws may be made on another thread, while the engine steps. Raises ValueError for a model that the
         inference engine does not support.
@@ -69,7 +69,7 @@ class CachedRollouts:
         yield self._turns(generator, sampling=sampling, policy=policy)
 
     def _turns(self, generator: Generator, *, sampling: list[SamplingParams], policy: RolloutPolicy) -> TurnDraws:
-        """sampling: of each row."""
+        """sampling: one per row."""
 
         def draw(samples: Samples, limits: Tensor) -> None:
             rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
@@ -106,7 +106,7 @@ class CachedRollouts:
         return answers[first : first + len(prompts)]
 
     def _loaded(self, policy: RolloutPolicy, *, sequences: int) -> Generator:
-        """Returns a generator with current weights. sequences: of a rollout, over the ranks that share the copy."""
+        """Returns a generator with current weights. sequences: number in a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
             count = min(_MOST, sequences)
@@ -154,7 +154,7 @@ def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generato
 
 
 def _sampling(policy: RolloutPolicy, *, keys: Tensor, as_trainer: bool) -> list[SamplingParams]:
-    """Returns the sampling of each answer. keys: of their random numbers. as_trainer: draws from the trainer's fp32 probabilities, as is
+    """Returns the sampling of each answer. keys: keys of their random numbers. as_trainer: draws from the trainer's fp32 probabilities, as is
     always done over kept tokens.
     """
     common = SamplingParams(

@@ -92,7 +92,7 @@ def number_of(value: Any) -> float:
 
 
 class Calls:
-    """Calls users' functions. fault: of a call that raised, or did not return within `seconds`."""
+    """Calls users' functions. fault: raised for a call that raised, or did not return within `seconds`."""
 
     def __init__(self, *, seconds: float, fault: type[Exception]) -> None:
         self._seconds, self._fault = seconds, fault

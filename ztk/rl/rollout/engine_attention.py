@@ -59,8 +59,8 @@ class _Attention(torch.autograd.Function):
 def _blocks(
     starts: tuple[int, ...], continued: tuple[int, ...] | None, total: int, kv_heads: int, group: int, head_dim: int
 ) -> Blocks:
-    """Returns the blocks. starts: of consecutive documents. total: tokens of all. continued: as in `Documents`. group: query heads per
-    key head.
+    """Returns the blocks. starts: first tokens of consecutive documents. total: tokens of all. continued: the same as in `Documents`.
+    group: query heads per key head.
     """
     lengths = [end - start for start, end in zip(starts, (*starts[1:], total), strict=True)]
     segments = []

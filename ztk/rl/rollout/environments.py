@@ -38,7 +38,7 @@ class Step:
 class Episode:
     """The conversation of one sample with its environment.
 
-    number: of the sample. record: the line of the data. tools: offered by the chat template. said: the conversation so far, a text or
+    number: the sample's. record: the line of the data. tools: offered by the chat template. said: the conversation so far, a text or
     messages. prompt: length of the prompt in `said`, in characters or messages. outcome: done, max_turns or max_tokens; "" until the end.
     """
 
@@ -154,7 +154,7 @@ class Environments:
     def _call(
         self, function: Callable, *, episode: Episode, method: str, answer: str | None = None, **given: Any
     ) -> Call:
-        """answer: of a step, for errors."""
+        """answer: a step's, for errors."""
         where = _where(episode) if answer is None else f"{_where(episode)}, answer {answer!r}"
         return Call(said=f"{self._name}: {method}", where=where, function=function, **given)
 

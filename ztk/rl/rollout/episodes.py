@@ -16,7 +16,7 @@ DONE, MAX_TURNS, MAX_TOKENS = "done", "max_turns", "max_tokens"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePolicy:
-    """rollout: of a whole answer; its `max_tokens` limits the tokens of policy and environment together. max_turns: most steps of an
+    """rollout: policy for a whole answer; its `max_tokens` limits the tokens of policy and environment together. max_turns: most steps of an
     episode.
     """
 

@@ -71,7 +71,7 @@ def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
 def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, position: int) -> str:
     """Returns a sentence about the first layer whose value before a token differs between the trainer's and a rollout's forward.
 
-    samples: of the micro-batch. packs: their texts are packed; in the rollout this one was packed with others, here it is computed alone.
+    samples: the micro-batch's. packs: their texts are packed; in the rollout this one was packed with others, here it is computed alone.
     Both forwards run again. A collective call, which leaves the engine in the middle of a step.
     """
     device, module = engine.process.device, engine.module if packs else None

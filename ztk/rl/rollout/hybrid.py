@@ -23,10 +23,10 @@ from ztk.train.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """The samples that this rank generates, S of them. prompts: their tokens. numbers: of the samples in the step over all ranks, int64
+    """The samples that this rank generates, S of them. prompts: their tokens. numbers: the samples' in the step over all ranks, int64
     [S].
 
-    prompt_numbers: of their prompts in the run. copies: index among the prompt's samples. int64 [S] each.
+    prompt_numbers: their prompts' numbers in the run. copies: index among the prompt's samples. int64 [S] each.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -123,7 +123,7 @@ class TrainerRollouts:
 
     @contextmanager
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
-        """As `Rollouts.turns`."""
+        """Yields the draws of `Rollouts.turns`."""
         engine, size = self._engine, policy.micro_batch
         keys = requests.keys(seed=policy.seed, step=step)
 

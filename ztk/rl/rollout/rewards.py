@@ -51,7 +51,7 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Answers to reward. texts: the prompts as text, including special tokens. token_ids: of the answers, including the end. records:
+    """Answers to reward. texts: the prompts as text, including special tokens. token_ids: the answers' tokens, including the end. records:
     lines of the data.
 
     is_chat: whether prompts are messages. conversations: messages after each prompt of messages, if they are more than the answer.
@@ -108,10 +108,10 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewarded:
-    """values: of S answers and F functions, float64 [S, F], NaN for None. total: the weighted sums, [S], NaN if all functions returned
+    """values: rewards of S answers by F functions, float64 [S, F], NaN for None. total: the weighted sums, [S], NaN if all functions returned
     None.
 
-    extra: further columns of the completions' table (`log_extra`). logged: values of a step's row (`log_metric`).
+    extra: further columns of the completions' table (`log_extra`). logged: values for a step's row (`log_metric`).
     """
 
     values: Tensor
@@ -159,9 +159,8 @@ class RewardFunctions:
 
 
 def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunction:
-    """Imports the function `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. key: of the configuration; kind: of the named object.
-
-    Both are for errors.
+    """Imports the function `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. key: the configuration's key, and kind: the object's kind,
+    appear in errors.
 
     Raises:
         ValueError: another form, a missing file or module, a failing import, or no such function.

@@ -83,7 +83,7 @@ class Routers:
             self._found = None
 
     def _choose(self, number: int, own: Tensor) -> Tensor:
-        """number: of the layer among those with experts. own: the router's choice, integers [tokens, choices]."""
+        """number: the layer's among those with experts. own: the router's choice, integers [tokens, choices]."""
         if self._found is not None:
             self._found.append(own)
         if self._given is None:
@@ -104,7 +104,8 @@ class Routers:
 
 
 def same_experts(samples: Samples, *, layout: Layout, found: Sequence[Tensor]) -> int:
-    """Returns how many answer tokens were predicted with the same experts in every layer. found: of the trainer's forward over `layout`."""
+    """Returns how many answer tokens were predicted with the same experts in every layer. found: the choices of the trainer's forward over
+    `layout`."""
     assert samples.experts is not None, "they were kept"
     text, position = samples.answer_mask.nonzero().unbind(1)
     trainers = torch.stack(list(found), dim=1)[layout.before(samples.answer_mask)].cpu()

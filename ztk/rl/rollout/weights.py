@@ -21,7 +21,7 @@ class RolloutPolicy:
     forwards take texts without padding; see `ztk.rl.rollout.layout`. The result is bitwise independent of the pack only if the engine's
     module supports it.
 
-    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
+    max_tokens: limit of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
     and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens. keeps_experts: the inference engine keeps
     the experts of each token.
 

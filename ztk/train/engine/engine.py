@@ -145,7 +145,7 @@ class Engine(BatchEngine):
         The optimizer gets the sum of all backwards since the last step, divided by the number of data-parallel ranks and
         `accumulation_steps`. If `no_sync` adds more micro-batches than that, scale their losses yourself, as with DDP.
 
-        retain_graph: as in `Tensor.backward`.
+        retain_graph: the same as in `Tensor.backward`.
 
         Raises ValueError for a loss that is no scalar, or that no trained parameter has a gradient of.
         """

@@ -51,7 +51,7 @@ class PipelineEngine(Engine):
         self._adds_locally = self._gradients_fit()
 
     def set_accumulation(self, steps: int) -> None:
-        """As `Engine.set_accumulation`. Call it with the same value on every rank."""
+        """Does the same as `Engine.set_accumulation`. Call it with the same value on every rank."""
         schedule = make_schedule(
             self.policy.schedule,
             num_ranks=self._pipeline.size,
@@ -100,7 +100,7 @@ class PipelineEngine(Engine):
         return self.share(None if losses is None else torch.stack(losses).float().mean())
 
     def eval_losses(self, micro_batches: Iterable) -> Tensor:
-        """As `Engine.eval_losses`. All stages except the last return zeros."""
+        """Returns the same as `Engine.eval_losses` on the last stage. All other stages return zeros."""
         batches = list(micro_batches)
         losses = self._eval_losses(batches)
         return torch.zeros(len(batches), device=self.process.device) if losses is None else torch.stack(losses)
@@ -121,7 +121,7 @@ class PipelineEngine(Engine):
         return self.compute([MicroBatch(args=args, kwargs=kwargs)])[0]
 
     def compute(self, micro_batches: Iterable) -> list[Carry]:
-        """As `Engine.compute`. The last stage's results are sent to all ranks of the pipeline."""
+        """Returns the same as `Engine.compute`. The last stage's results are sent to all ranks of the pipeline."""
         with torch.no_grad():
             outputs = self.forward_batches([MicroBatch.of(batch) for batch in micro_batches])
             return self._wire.spread(outputs, source=self._pipeline.size - 1)

@@ -27,7 +27,7 @@ def stored_states(optimizer: FlatOptimizer | TorchStep | WholeStep, *, with_aver
 class ZeroContext:
     """Policies, stores, ranks and counters.
 
-    stores: of offloaded states, if any are offloaded. resident: the stores of buckets whose optimizer states and reduced gradients stay on
+    stores: hold offloaded states, if any are offloaded. resident: the stores of buckets whose optimizer states and reduced gradients stay on
     the device. optimizer_fraction: see `OffloadPolicy`.
     groups: the optimizer's parameter groups. piece_size: elements that are updated at once. If omitted, a whole shard.
     ema: policy of the weights' average, which is stored with the optimizer's states, or in `stores.average` if given. None if there is

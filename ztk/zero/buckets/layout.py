@@ -46,7 +46,7 @@ class Placement:
 class Segment:
     """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the preceding group.
 
-    position: of the first element in the model, see `ztk.zero.update.positions`; 0 if nothing is rounded stochastically.
+    position: index of the first element in the model, see `ztk.zero.update.positions`; 0 if nothing is rounded stochastically.
     """
 
     start: int
@@ -109,7 +109,7 @@ class BucketLayout:
     def segments(self, span: range, *, positions: Mapping[str, int] | None = None) -> Iterator[Segment]:
         """`span`, cut where the parameter group changes or positions jump. Padding belongs to the preceding parameter.
 
-        positions: of the parameters' first elements in the model. If omitted, jumps of positions cause no cut.
+        positions: indices of the parameters' first elements in the model. If omitted, jumps of positions cause no cut.
         """
         start, of = span.start, None
         for placement in self.placements:

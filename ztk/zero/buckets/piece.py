@@ -16,12 +16,12 @@ from ztk.zero.buckets.moments import Moments
 class Piece:
     """Elements [start, stop) of a bucket, within one shard.
 
-    stores: of the piece's slots.
+    stores: hold the piece's slots.
     segments: the piece, cut by parameter group, in elements of the bucket. fragments: the piece, cut by parameter.
     states: the master weights (unless the parameter is its own master: `has_master` is False), then the optimizer's rows, as
         `StateFormat` lays them out. None if the bucket is frozen.
     gradient: the reduced gradient, if gradients are sharded. parameter: the parameter shard, if parameters are sharded.
-    average: of the weights, fp32, if it is stored on another tier than the states.
+    average: the weights' average, fp32, if it is stored on another tier than the states.
     moments: layout of Muon's states, and momentum: of its matrices, fp32. None if the piece has no matrices, and all elements have all
     rows.
     """

@@ -96,7 +96,7 @@ class Residency:
     def expect(self, gather: Pending, *, clock: PhaseClock) -> None:
         """Sets the pending gather of a bucket that is never sharded. Any use of the full buffer or a parameter waits for it.
 
-        clock: of this thread; its waits count as communication.
+        clock: this thread's; its waits count as communication.
         """
         assert self._full is not None
         self._expected, self._computing = gather, stream_of(self._full)

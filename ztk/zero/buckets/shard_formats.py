@@ -23,8 +23,8 @@ _ALIGNMENT = 16
 
 
 class ShardFormat(Protocol):
-    """name: for labels of collectives. nbytes: of one rank's message. is_repeated: all readers round the parameters in this way themselves,
-    so they read the same from exact parameters."""
+    """name: used in labels of collectives. nbytes: size of one rank's message. is_repeated: all readers round the parameters in this way
+    themselves, so they read the same from exact parameters."""
 
     name: str
     nbytes: int
@@ -58,7 +58,8 @@ class Int8Shards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
-    """Full rows of one matrix in a shard. start: in the bucket. number: of the first one among the shard's full rows."""
+    """Full rows of one matrix in a shard. start: index of the first element in the bucket. number: index of the first row among the shard's
+    full rows."""
 
     start: int
     count: int

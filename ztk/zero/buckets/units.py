@@ -112,7 +112,8 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition.
 
-    parts: of parameters that are not full on all data-parallel ranks. float8: names of parameters that only float8 products read.
+    parts: this rank's parts of parameters that are not full on all data-parallel ranks. float8: names of parameters that only float8
+    products read.
     """
     parameters, parts = dict(model.named_parameters()), parts or {}
 

@@ -207,7 +207,7 @@ class NvmeStore:
             )
 
     def fetch_ahead(self, slot: NvmeSlot) -> "_Fetch | None":
-        """As `fetch`, for a slot without `keep`, long before its use. Returns None unless memory is free beyond kept slots and one buffer.
+        """Fetches a slot like `fetch` without `keep`, long before its use. Returns None unless memory is free beyond kept slots and one buffer.
 
         That buffer keeps later fetches going, in the order in which slots are updated: the first gradient can be fetched into it.
         """

@@ -42,7 +42,7 @@ class _Mapping(mmap.mmap):
     _locked: int | None = None  # the address
 
     def lock(self, *, address: int) -> None:
-        """Page-locks all of it. address: of the mapping."""
+        """Page-locks all of it. address: start of the mapping."""
         # pyrefly: ignore[missing-attribute]  # None is without a GPU
         _cuda_check(torch.cuda.cudart().cudaHostRegister(address, len(self), 0), "page-locking", len(self))
         self._locked = address
@@ -107,7 +107,7 @@ class AlignedPool:
         return self.take_range(nbytes) or self._take_buffer(sparing=0)
 
     def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
-        """As `take`, but `leaving` bytes of the rest and one buffer stay free."""
+        """Takes memory like `take`, but leaves `leaving` bytes of the rest and one buffer free."""
         if self.has_room(nbytes, leaving=leaving):
             return self.take_range(nbytes)
         return self._take_buffer(sparing=1)

@@ -29,7 +29,7 @@ _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of engines
 class ZeroInitContext:
     """The store of slices until an engine takes them over, and the ranks that share them.
 
-    dtype: of the slices. Defaults to the parameter's. on_partition: called with every parameter that is sharded.
+    dtype: dtype of the slices. Defaults to the parameter's. on_partition: called with every parameter that is sharded.
     """
 
     comm: Comm
@@ -166,7 +166,7 @@ class PartitionedParameter:
         self.init_context.store.put(self._slot, value=own).wait()
 
     def take(self) -> Tensor:
-        """As `gather`, flat [numel], but also frees the slice. The parameter then belongs to the caller."""
+        """Returns the same as `gather`, flat [numel], and frees the slice. The parameter then belongs to the caller."""
         full = self.gather()
         _partitioned.pop(self.parameter, None)
         self._stored = None

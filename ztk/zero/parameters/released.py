@@ -338,7 +338,7 @@ def check_not_made_parameter(parameter: Tensor | None, *, caller: FrameType | No
     """Raises RuntimeError for `nn.Parameter(p)` of an engine's or a released parameter (any shape), which torch would refuse with class
     names.
 
-    caller: of `detach`.
+    caller: frame that calls `detach`.
     """
     if parameter is not None and caller is not None and caller.f_code is _MAKES_PARAMETER:
         raise RuntimeError(

@@ -37,7 +37,8 @@ class _Watched:
         torch.Tensor.data.__set__(self, value)
 
     def detach(self) -> Tensor:
-        """As Tensor's. A write through a numpy array of the result leaves no trace, so the call counts as a read of `.data`.
+        """Returns the same as `Tensor.detach`. A write through a numpy array of the result leaves no trace, so the call counts as a read of
+        `.data`.
 
         Calls from torch itself do not count, except for entries of a state dict: recomputation detaches every weight that it saves, and
         never writes to it.

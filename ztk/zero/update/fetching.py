@@ -78,7 +78,7 @@ class FetchedMomentum:
 
 
 class PieceFetcher:
-    """Fetches pieces in order, from any store. pools: of buffers outside of the optimizer's states, see `pool_of`."""
+    """Fetches pieces in order, from any store. pools: hold buffers outside of the optimizer's states, see `pool_of`."""
 
     def __init__(self, context: ZeroContext) -> None:
         self._offloaded, self._format, self._clock = context.stores.optimizer, context.states, context.clock
@@ -95,7 +95,7 @@ class PieceFetcher:
         return self._host_pool if piece.stores.updates_on_host else self._device_pool
 
     def fetch_ahead(self, slots: Sequence[Slot | None]) -> None:
-        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: of offloaded states, in the order of use."""
+        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: those of offloaded states, in the order of use."""
         for slot in slots[len(self._ahead) :]:
             pending = self._offloaded.fetch_ahead(slot)
             if pending is None:
@@ -132,7 +132,7 @@ class PieceFetcher:
             yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
 
     def fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
-        """As `fetch_states`, for the momentum of matrices only."""
+        """Yields the pieces of `fetch_states` with the momentum of matrices only."""
         for _, piece, momentum, gradient in self._passing(pieces, momentum=True):
             yield FetchedMomentum(piece=piece, momentum=momentum, gradient=gradient)
 

@@ -52,7 +52,7 @@ class _Batch:
 
 
 class MatrixUpdate:
-    """Turns the gradients of Muon's matrices into orthogonalised directions. pool: of buffers for them."""
+    """Turns the gradients of Muon's matrices into orthogonalised directions. pool: holds buffers for them."""
 
     def __init__(self, buckets: list[Bucket], *, muon: Muon, fetcher: PieceFetcher, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
@@ -70,7 +70,7 @@ class MatrixUpdate:
     def run(self, tables: ControlTables, *, skipped: frozenset[str]) -> None:
         """Replaces the gradients of matrices by directions to step along. A collective call of the ranks of every bucket; waits.
 
-        tables: of a step that is not skipped. skipped: names of parameters that keep their momentum.
+        tables: those of a step that is not skipped. skipped: names of parameters that keep their momentum.
         """
         for batch in self._batches:
             self._run_batch(batch, tables=tables, skipped=skipped)

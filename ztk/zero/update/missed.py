@@ -17,7 +17,7 @@ class MissedUpdates:
     """counts: parameter -> missed updates, only for parameters that missed some. The same on every rank with a part of the parameter."""
 
     def __init__(self, rows: Sequence[HyperParameters]) -> None:
-        """rows: of the table of hyperparameters."""
+        """rows: the table of hyperparameters."""
         self.counts: dict[str, int] = {}
         self._corrected = [not row.uncorrected for row in rows]
 

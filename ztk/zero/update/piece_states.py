@@ -23,7 +23,7 @@ FROZEN, GRADIENT = (
 
 
 class PieceStates:
-    """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept.
+    """Reads and changes the states of pieces. names: the optimizer's states, and the average of the weights if it is kept.
 
     num_rounded: groups of 8-bit states that were set to values without an exact code, see `ztk.optim.eight_bit`.
     """
@@ -92,7 +92,7 @@ class PieceStates:
     @contextmanager
     def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
         """The average of a trained piece if it is stored on a tier of its own, fp32 [n] under `AVERAGE`, on the device or in main memory;
-        else an empty dict. changes: writes it back at the end. aside: as in `reading`."""
+        else an empty dict. changes: writes it back at the end. aside: the same as in `reading`."""
         store = piece.stores.average
         if store is None or piece.average is None:
             yield {}

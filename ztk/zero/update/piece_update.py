@@ -205,7 +205,7 @@ class TorchPieceUpdate:
         out: Tensor | None,
         skipped: frozenset[str],
     ) -> None:
-        """As `PieceUpdate.run`: [n], and [groups, 16]."""
+        """Updates a piece like `PieceUpdate.run`: [n], and [groups, 16]."""
         places = {part.name: part.place for part in piece.fragments if part.name not in skipped}
         self._optimizer.step(master, grad=gradient, rows=rows, control=control[0], places=places)
         if out is not None:

@@ -26,7 +26,7 @@ def first_positions(
 ) -> dict[str, int]:
     """Trained parameter -> the position of its first element.
 
-    shapes: of this rank's part of each parameter. row_of: the group of each trained one.
+    shapes: the shape of this rank's part of each parameter. row_of: the group of each trained parameter.
     """
     positions: dict[str, int] = {}
     for unit in units:

@@ -66,7 +66,7 @@ class _WriteBack:
 class ShardUpdate:
     """Runs the optimizer over all pieces that this rank updates.
 
-    pools: of buffers outside of the optimizer's states. missed: the updates that parameters have missed.
+    pools: hold buffers outside of the optimizer's states. missed: the updates that parameters have missed.
     """
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:

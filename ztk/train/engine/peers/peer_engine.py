@@ -122,14 +122,14 @@ class PeerEngine(BatchEngine):
         return True
 
     def full_grad(self, name: str) -> Tensor:
-        """As `Engine.full_grad`. Raises RuntimeError without a gradient, and ValueError for an unknown name."""
+        """Returns the same as `Engine.full_grad`. Raises RuntimeError without a gradient, and ValueError for an unknown name."""
         found = self._named(name).grad
         if found is None or self._fresh:
             raise RuntimeError(NO_GRADIENT.format(name=name))
         return _whole(found) / (1.0 if self._scaler is None else self._scaler.get_scale())
 
     def full_parameter(self, name: str) -> Tensor:
-        """As `Engine.full_parameter`. Raises ValueError for an unknown name."""
+        """Returns the same as `Engine.full_parameter`. Raises ValueError for an unknown name."""
         return _whole(self._named(name))
 
     def _named(self, name: str) -> nn.Parameter:

@@ -23,7 +23,7 @@ from ztk.core.runtime import Process
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """One kind of collective in one pass. numel: as in `CommCounters`, the total over all `calls`."""
+    """One kind of collective in one pass. numel: the total over all `calls`, counted as in `CommCounters`."""
 
     kind: str
     numel: int
