@@ -1,7 +1,7 @@
 """Loads a checkpoint into an engine of any layout.
 
-Phases: rank 0 chooses the checkpoint, all ranks check that it fits, each reads its own slices, they agree, and they broadcast replicated
-parameters.
+Phases: rank 0 chooses the checkpoint and reads its manifest, all ranks check that it fits, rank 0 sends each rank the entries of the ranges
+that it reads, each reads its own slices, they agree, and they broadcast replicated parameters.
 """
 
 import os
@@ -22,6 +22,7 @@ from ztk.checkpoint.manifest import BUFFER, Manifest
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
+from ztk.checkpoint.shares import ranges_of, shares_of, with_entries, without_entries
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.core.runtime.part import Part
 from ztk.train.engine import Engine
@@ -81,24 +82,31 @@ def load(
             of another program, model or optimizer. If the error came after some state was set, load another checkpoint before training.
     """
     comm, options = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
-    folder = None
+    manifest = None
     with agreed(comm, error=CheckpointError):
         if comm.rank == 0:
-            folder = resolve(path)
-    folder = comm.gather_objects(folder)[0]
+            manifest = open_manifest(resolve(path))
+    everything = manifest
+    head = comm.broadcast_object(None if manifest is None else without_entries(manifest), label="manifest")
+    folder = Path(head.path)
     info = ModelInfo.gather(engine)
     with agreed(comm, error=CheckpointError):
-        manifest = with_buffers_of(info, manifest=open_manifest(folder))
-        matched = match(manifest, info=info, options=options)
+        head = with_buffers_of(info, manifest=head)
+        matched = match(head, info=info, options=options)
         names = engine.zero.state_names
-        check_fits(manifest, state_names=names, info=info, options=options, matched=matched)
+        check_fits(head, state_names=names, info=info, options=options, matched=matched)
         if not weights_only:
-            check_progress(engine, manifest=manifest)
-            check_second_moments(engine, manifest=manifest)
+            check_progress(engine, manifest=head)
+            check_second_moments(engine, manifest=head)
+    wanted = comm.collect_objects(ranges_of(engine, manifest=head), label="ranges of a load")
+    shares = None if wanted is None or everything is None else shares_of(everything, wanted=wanted)
+    manifest = with_entries(head, entries=comm.distribute_objects(shares, label="files of a load"))
+    with agreed(comm, error=CheckpointError):
         reader = StateReader(manifest)
-        if comm.rank == 0:
-            reader.check_files()
-            check_ties(manifest, info=info, reader=reader)
+        if everything is not None:
+            with StateReader(everything) as whole:
+                whole.check_files()
+                check_ties(everything, info=info, reader=whole)
     with reader:
         same_world = manifest.world_size == comm.size
         with agreed(comm, error=CheckpointError):

@@ -116,6 +116,13 @@ class ModelState:
                     self._load_moments(piece, read=read, keep=keep)
         return self._states.num_rounded - before
 
+    def loaded(self) -> Iterator[tuple[str, Part, int, int]]:
+        """Name, part, start and stop of the ranges that `load` reads on this rank, of every kind of state. Does not access the stores."""
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                for fragment in piece.fragments:
+                    yield fragment.name, self.part_of(fragment.name, bucket=bucket), fragment.start, fragment.stop
+
     def share_parameters(self) -> None:
         """Makes parameters that are never sharded full on all ranks after `load`. A collective call."""
         for bucket in self._buckets:

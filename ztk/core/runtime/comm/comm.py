@@ -308,6 +308,36 @@ class Comm:
         self.broadcast(memory, source=0, label=label).wait()
         return ctypes.string_at(memory.cpu().data_ptr(), size)
 
+    def collect_objects(self, obj: object, *, label: str) -> list | None:
+        """Every rank's `obj` (picklable) in rank order on rank 0, None on the others, which receive nothing. Waits."""
+        own = _bytes_of(obj)
+        sizes = self._sizes(own, label=label)
+        out = torch.empty(sum(sizes) if self.rank == 0 else 0, 1, dtype=torch.uint8)
+        send, receive = self._with_first(own.numel()), sizes if self.rank == 0 else [0] * self.size
+        self.all_to_all_rows(own, out=out, send=send, receive=receive, label=label, kind="scalars").wait()
+        return [_object_of(part) for part in out.split(sizes)] if self.rank == 0 else None
+
+    def distribute_objects(self, objects: Sequence[object] | None, *, label: str) -> Any:
+        """This rank's entry of rank 0's `objects` (picklable). Other ranks' `objects` are ignored. Waits."""
+        note_read("an object of another rank")
+        rows = [_bytes_of(each) for each in objects or () if self.rank == 0]
+        sizes = [row.numel() for row in rows]
+        nbytes = int(self.broadcast_object(sizes, label=label)[self.rank])
+        source = torch.cat(rows) if rows else torch.empty(0, 1, dtype=torch.uint8)
+        out = torch.empty(nbytes, 1, dtype=torch.uint8)
+        send, receive = sizes or [0] * self.size, self._with_first(nbytes)
+        self.all_to_all_rows(source, out=out, send=send, receive=receive, label=label, kind="scalars").wait()
+        return _object_of(out)
+
+    def _sizes(self, data: Tensor, *, label: str) -> list[int]:
+        note_read("objects of ranks")
+        size = torch.tensor([data.numel()], device=self.device)
+        return self.gather_scalars(size, label=f"{label} sizes").flatten().tolist()
+
+    def _with_first(self, rows: int) -> list[int]:
+        """Rows that this rank exchanges with each rank: all of them with rank 0."""
+        return [rows] + [0] * (self.size - 1)
+
     def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
         """Sends `obj` (small, picklable) to rank `to`, which calls `recv_object`. The caller keeps the returned works until they are
         done."""
@@ -419,3 +449,12 @@ class Comm:
         kind, _, label = name.partition(" ")
         assert self.observe is not None
         self.observe(kind, label, tensor.nbytes, seconds)
+
+
+def _bytes_of(obj: object) -> Tensor:
+    """uint8 [n, 1] in host memory, which the transports of GPUs move over gloo."""
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).view(-1, 1)
+
+
+def _object_of(data: Tensor) -> Any:
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
