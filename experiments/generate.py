@@ -36,6 +36,7 @@ from ztk.report.folder import PACKED
 from ztk.serve.models import Opened, checkpoint_of, open_model
 from ztk.serve.packing import calibration_tokens, open_streamed, opened_unread
 from ztk.serve.text import TextStream
+from ztk.serve.weights import Expected
 from ztk.zero.offload import OffloadPolicy
 
 _HELD_OUT_TOKENS = 2048
@@ -341,7 +342,8 @@ def answering(config: Config) -> Iterator[Answering | None]:
     with started(config) as process, opened_unread(path, ema=ema) as opened:
         comm = process.mesh.comm("tp")
         stored = _shared_perplexity(config, opened=opened, comm=comm)
-        options = {"draft": _draft(config), "adapters": _adapters(config)}
+        expected = expected_of(config, opened=opened)
+        options = {"draft": _draft(config), "adapters": _adapters(config), "open_weights": expected and expected.opened}
         generator = Generator(opened.module, policy=_calibrated(config, opened=opened), comm=comm, **options)
         if streams_layers(config):
             if config.offload.nvme_path is None:
@@ -359,6 +361,11 @@ def answering(config: Config) -> Iterator[Answering | None]:
         generator.close()
 
 
+def expected_of(config: Config, *, opened: Opened) -> Expected | None:
+    """Returns the parameters of new weights with serve.weights_path, before the module is released. Raises ValueError as `Expected.of`."""
+    return None if config.serve.weights_path is None else Expected.of(opened)
+
+
 def open_answering(config: Config) -> tuple[Opened, Generator]:
     """Opens the model of `inference.model` and its engine, on one rank.
 
@@ -373,7 +380,9 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
         adapters = _adapters(config)
         with opened_unread(path, ema=ema) as opened:
             policy = _calibrated(config, opened=opened)
-            return opened, Generator(opened.module, policy=policy, draft=_draft(config), adapters=adapters)
+            expected = expected_of(config, opened=opened)
+            options = {"draft": _draft(config), "adapters": adapters, "open_weights": expected and expected.opened}
+            return opened, Generator(opened.module, policy=policy, **options)
     to = _packed_folder(config)
     try:
         options = {"calibration": config.inference.calibration, "on_packed": _say_packed}

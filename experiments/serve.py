@@ -12,9 +12,17 @@ import uvicorn
 
 from ztk.config import Config
 from ztk.core.policies.inference import ServeConfig
-from ztk.experiments.generate import Answering, answering, cost_of_weights, release_module, usual_sampling
+from ztk.experiments.generate import (
+    Answering,
+    answering,
+    cost_of_weights,
+    expected_of,
+    release_module,
+    usual_sampling,
+)
 from ztk.serve.app import ServePolicy, Server, calm_process
 from ztk.serve.bodies import Limits
+from ztk.serve.weights import Incoming
 
 _TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ends before it serves
 
@@ -43,6 +51,9 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
     """
     chosen, opened, generator = config.serve, answering.opened, answering.generator
     cost_of_weights(config, answering=answering)
+    incoming = None
+    if (expected := expected_of(config, opened=opened)) is not None:
+        incoming = Incoming(expected, folder=chosen.weights_path)
     release_module(opened)
     opened = replace(opened, name=chosen.model_name or opened.name)
     server = Server(
@@ -59,6 +70,7 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
             origins=tuple(chosen.cors_origins or ()),
         ),
         sampling=usual_sampling(config),
+        incoming=incoming,
     )
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]

@@ -44,15 +44,19 @@ def tiny(*, tokenizer):
     return Opened(name="tiny", module=Decoder(config).eval(), tokenizer=tokenizer, ends=(), vocabulary=128)
 
 
-def start(*, tokenizer=None, opened=None, policy=None, **inference):
-    """A server on a free port: its address, the generator, and a function that stops it. opened: the model; by default a tiny one."""
+def start(*, tokenizer=None, opened=None, policy=None, incoming=None, open_weights=None, **inference):
+    """A server on a free port: its address, the generator, and a function that stops it. opened: the model; by default a tiny one.
+    incoming, open_weights: for new weights.
+    """
     opened = opened or tiny(tokenizer=tokenizer)
-    generator = Generator(opened.module, policy=InferencePolicy(**{"max_sequences": 4} | inference))
+    options = InferencePolicy(**{"max_sequences": 4} | inference)
+    generator = Generator(opened.module, policy=options, open_weights=open_weights)
     server = Server(
         generator,
         opened=opened,
         policy=policy or ServePolicy(max_tokens=16),
         sampling=SamplingParams(max_tokens=16, temperature=0.8),
+        incoming=incoming,
     )
     listening = socket.create_server(("127.0.0.1", 0))
     uvicorn_server = uvicorn.Server(uvicorn.Config(server.app, log_level="error"))

@@ -8,12 +8,15 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
+from ztk.core.runtime.host_memory import return_freed_memory
+from ztk.inference.base import Model
 from ztk.inference.capacity import drafting_of
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import check_draft, find_scales, open_draft, shared_memory
@@ -34,6 +37,7 @@ class Generator:
 
     draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
     adapters: LoRA adapters by name, for requests that name one: see [Note: Exact adapters] in ztk/inference/adapters.py.
+    open_weights: opens the weights of a folder for `switch`, on every rank.
     comm: communicates between the ranks that share the model, each of which makes a generator. Defaults to one rank. The first one answers,
     the others call `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, the use of the memory. model: a module, a training engine, whose weights are gathered (every rank
@@ -58,9 +62,11 @@ class Generator:
         comm: Comm | None = None,
         draft: nn.Module | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        open_weights: Callable[[str], AbstractContextManager[UnreadModel]] | None = None,
     ) -> None:
         started, chosen = time.perf_counter(), policy or InferencePolicy()
         self._ranks = None if comm is None or comm.size == 1 else Ranks(comm)
+        self._open_weights = open_weights
         self._adapters = dict(adapters or {})
         with opening(self._ranks):
             follows = self._ranks is not None and self._ranks.comm.rank > 0
@@ -298,12 +304,34 @@ class Generator:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
-                self._model = self._opening.reopened(source, like=self._model, subject=self._subject)
+                model = self._opening.reopened(source, like=self._model, subject=self._subject)
                 self.read = ReadParameters(source)
-            settle_products(self._model, exact=self._lone)
-            find_scales(self._model, cache=self._cache)
-            self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
+            self._replace(model)
             self._scheduler.slots.forget()
+
+    def switch(self, folder: str, *, version: str) -> None:
+        """Between two steps, takes the weights of `folder`, all of them or none. Requests under way go on with them: the tokens that they have
+        stay, and keys and values are computed again. On the first rank, while the others `follow`.
+
+        Raises:
+            RuntimeError: layers are streamed, or the generator was made without `open_weights`.
+            ValueError: weights that do not fit the model, or are not finite. The old ones stay.
+        """
+        if self._streamed is not None or self._open_weights is None:
+            raise RuntimeError("switch: make a Generator with open_weights and without offload")
+        with self._lock:
+            self._end_cancelled()
+            if isinstance(self._computing, Leading):
+                self._computing.switch(folder)
+            if (error := self._switch(folder)) is not None:
+                raise error
+            self._scheduler.recompute()
+            self._stepper.version = version
+
+    @property
+    def version(self) -> str | None:
+        """The version of the weights that `switch` took last, or None."""
+        return self._stepper.version
 
     def compare_with(self, module: nn.Module) -> None:
         """Raises ValueError if `module`, the causal language model of transformers with these weights, computes other logits."""
@@ -365,7 +393,7 @@ class Generator:
         """
         assert self._ranks is not None and self.follows, "a rank that follows"
         with computing(self._ranks):
-            follow(self._computing, ranks=self._ranks)
+            follow(self._computing, ranks=self._ranks, switch=self._switch)
 
     def dismiss(self) -> None:
         """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
@@ -384,6 +412,31 @@ class Generator:
             self._scheduler.slots.forget()
 
     # Parts
+
+    def _switch(self, folder: str) -> Exception | None:
+        """On every rank: takes the weights of `folder`, unless a rank cannot; returns that error. Raises PeerLost."""
+        assert self._open_weights is not None, "`switch` has checked it"
+        model: Model | None = None
+        error: Exception | None = None
+        try:
+            with self._open_weights(folder) as source:
+                model = self._opening.reopened(source, like=self._model, subject=self._subject)
+        except Exception as own:  # noqa: BLE001 - returned after the other ranks know
+            error = own
+        if self._ranks is not None:
+            texts = self._ranks.gather(None if error is None else str(error))
+            error = error or next((ValueError(text) for text in texts if text is not None), None)
+        if error is None and model is not None:
+            self._replace(model)
+            return_freed_memory()  # the old weights'
+        return error
+
+    def _replace(self, model: Model) -> None:
+        """Computes with `model` from now on. A collective call of the ranks that share it."""
+        self._model = model
+        settle_products(model, exact=self._lone)
+        find_scales(model, cache=self._cache)
+        self._computing.model, self._stepper.graphs = model, graphs_of(model, cache=self._cache)
 
     def _check_idle(self) -> None:
         """Raises RuntimeError under the conditions of `load`."""

@@ -114,8 +114,8 @@ class Opening:
         """
         return self._packed(model) if isinstance(model, Packed) else self._module(model)
 
-    def reopened(self, source: nn.Module | TrainingEngine, *, like: Model, subject: Subject) -> Model:
-        """The model `like` with the weights that a module or a training engine has now."""
+    def reopened(self, source: nn.Module | TrainingEngine | UnreadModel, *, like: Model, subject: Subject) -> Model:
+        """The model `like` with the weights that `source` has now."""
         module, state = _source(source)
         own = subject if is_own_family(module) else None
         return self._built(module, subject=own, state=state, placement=like.placement)

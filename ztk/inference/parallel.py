@@ -7,6 +7,8 @@ gathered and added in the order of the ranks, on each rank, so a row has the sam
 Followers draw nothing, so ranks cannot disagree about a token.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ztk.inference.cache import Cache, Span
 from ztk.inference.ranks import Ranks, computing
 
 BEAT_SECONDS = 2.0  # interval of an idle leader's beats: followers wait for them, and they detect lost followers
-_BEAT, _END = "beat", "end"  # messages that are no methods of `Computing`
+_BEAT, _END, _SWITCH = "beat", "end", "switch"  # messages that are no methods of `Computing`
 
 
 class Computing:
@@ -63,13 +65,17 @@ class Leading(Computing):
         """Notifies the followers that the leader is idle."""
         self._ranks.tell((_BEAT, [], {}))
 
+    def switch(self, folder: str) -> None:
+        """Starts `Generator.switch` on the followers."""
+        self._ranks.tell((_SWITCH, self.cache.take_log([]), {"folder": folder}))
+
     def dismiss(self) -> None:
         """Ends `follow` on the other ranks."""
         self._ranks.tell((_END, [], {}))
 
 
-def follow(own: Computing, *, ranks: Ranks) -> None:
-    """Computes this rank's part of the leader's steps, until the leader dismisses the others.
+def follow(own: Computing, *, ranks: Ranks, switch: Callable[[str], object]) -> None:
+    """Computes this rank's part of the leader's steps, until the leader dismisses the others. switch: takes the weights of a folder.
 
     Raises:
         PeerLost: the leader is gone.
@@ -79,5 +85,7 @@ def follow(own: Computing, *, ranks: Ranks) -> None:
         if name == _END:
             return
         own.cache.repeat(log)
-        if name != _BEAT:
+        if name == _SWITCH:
+            switch(given["folder"])
+        elif name != _BEAT:
             getattr(own, name)(**given)

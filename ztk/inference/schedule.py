@@ -50,6 +50,18 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.slots.leave(sequence, keep=reason != "error")
 
+    def recompute(self) -> None:
+        """Takes the keys and values of all sequences away, because the weights have changed: `plan` computes every token again."""
+        sequences = sorted([*self.running, *self.waiting], key=_age)
+        for sequence in sequences:
+            self.slots.leave(sequence, keep=True)
+            sequence.computed = 0
+            if not sequence.drawn:
+                sequence.prompt_logprobs.clear()
+        self.running.clear()
+        self.waiting = deque(sequences)
+        self.slots.forget()
+
     def reset(self) -> None:
         """Removes all sequences and their memory."""
         self.waiting.clear()

@@ -52,6 +52,7 @@ class Stepper:
         self._computing, self.graphs, self.sequences = computing, graphs, dict[int, list[Sequence]]()
         self._scheduler, self._ranks, self._rows = scheduler, ranks, rows
         self.lost = False
+        self.version: str | None = None  # of the weights, in every output
 
     def step(self) -> list[Output]:
         """Computes one step and returns the tokens drawn, and the errors of sequences that have ended by one.
@@ -136,7 +137,7 @@ class Stepper:
         sequence, stop = work.sequence, work.start + len(work.tokens)
         if work.drafts:
             return list(range(len(work.tokens)))
-        if sequence.sampling.prompt_logprobs and work.start < sequence.prompt_length:
+        if sequence.sampling.prompt_logprobs and work.start < sequence.prompt_length and not sequence.drawn:
             return list(range(len(work.tokens)))
         return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
 
@@ -182,6 +183,7 @@ class Stepper:
                 finish_reason=reason,
                 top_logprobs=drawn.top,
                 prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
+                version=self.version,
             )
             if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
                 break

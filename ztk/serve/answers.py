@@ -161,6 +161,7 @@ class Answer:
         logprobs = self._written(self._drawn, with_prompt=self._asked.echo) if self._asked.with_logprobs else None
         choice = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": logprobs}
         choice |= {"token_ids": self.tokens} if self._asked.return_token_ids else {}
+        choice |= _versions([output for output, _ in self._drawn])
         if not self._shape.chat:
             return choice | {"text": self._echoed + self.text} | self.of_prompt()
         text = self._echoed + self.text
@@ -216,6 +217,7 @@ class Answer:
         written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
         choice |= {"token_ids": [output.token for output, _ in drawn]} if self._asked.return_token_ids else {}
+        choice |= _versions([output for output, _ in drawn])
         if not self._shape.chat:
             return self._chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
         delta: dict = {"content": text}
@@ -292,3 +294,13 @@ class Answer:
     def _token(self, token: int, value: float) -> dict:
         own = self._tokenizer.token_bytes(token)
         return {"token": self._name(token), "logprob": value, "bytes": None if own is None else list(own)}
+
+
+def _versions(drawn: Sequence[Output]) -> dict:
+    """Returns the field `versions`: of the weights that tokens were drawn with, in order, each with its number of tokens. Nothing before the
+    first update.
+    """
+    runs = [(version, sum(1 for _ in own)) for version, own in itertools.groupby(output.version for output in drawn)]
+    if all(version is None for version, _ in runs):
+        return {}
+    return {"versions": [{"version": version, "tokens": count} for version, count in runs]}

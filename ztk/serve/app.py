@@ -33,7 +33,9 @@ from ztk.serve.page import PAGE
 from ztk.serve.replies import Reader, Reply
 from ztk.serve.responses import ResponseReply, Stored, read_turn
 from ztk.serve.tools import Format
+from ztk.serve.updates import WeightRoutes, weight_routes
 from ztk.serve.values import BadRequest, parsed, shown
+from ztk.serve.weights import Incoming
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -69,7 +71,17 @@ class Server:
     The event loop only receives and sends. Threads parse bodies and convert between texts and tokens, so that no request blocks the loop.
     """
 
-    def __init__(self, generator: Generator, *, opened: Opened, policy: ServePolicy, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        opened: Opened,
+        policy: ServePolicy,
+        sampling: SamplingParams,
+        incoming: Incoming | None = None,
+    ) -> None:
+        """incoming: takes new weights, for a generator that can switch to them."""
+        self._incoming = incoming
         self._opened, self._policy, self._usual = opened, policy, sampling
         self._max_len, self._names = generator.max_len, (opened.name, *generator.adapters)
         self._reader = Reader(
@@ -89,8 +101,11 @@ class Server:
             ThreadPoolExecutor(count, thread_name_prefix=f"ztk-serve-{name}")
             for name, count in (("whole", _THREADS), ("pieces", _THREADS), ("vectors", 1))
         )
+        given = {"generator": generator, "loop": self._loop, "most": policy.limits.body_bytes}
+        taking = None if incoming is None else WeightRoutes(incoming, **given, in_thread=self._in_thread)
         routes = Starlette(
             routes=[
+                *weight_routes(taking, authorise=self._authorise),
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's
@@ -124,6 +139,8 @@ class Server:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
         self._loop.stop(drain_seconds=drain_seconds)
         self._reader.close()
+        if self._incoming is not None:
+            self._incoming.close()
         for pool in (self._whole, self._pieces, self._vectors):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -5,9 +5,11 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference import Generator, Output, SamplingParams
@@ -21,7 +23,12 @@ class Busy(Exception):
     """Too many requests are waiting."""
 
 
-Item = tuple[int, Output | Exception]  # the number of a request's job, and one of its outputs or the engine's error
+class Restarted:
+    """The answers to a job begin again, with new weights: its earlier outputs do not count."""
+
+
+# The number of a request's job, and one of its outputs, their new beginning, or the engine's error.
+Item = tuple[int, Output | Restarted | Exception]
 
 
 class Outbox:
@@ -55,18 +62,41 @@ class Outbox:
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """One prompt of one HTTP request. number: index in the request's `outbox`. adapter: its name, or None for the base model."""
+    """One prompt of one HTTP request. number: index in the request's `outbox`. adapter: its name, or None for the base model. can_restart:
+    none of its outputs has been sent.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
     outbox: Outbox
     number: int = 0
     adapter: str | None = None
+    can_restart: bool = True
     request_id: int | None = None
     timed: Timed = field(default_factory=Timed)
 
 
-def deliver(items: list[tuple[Job, Output | Exception]]) -> None:
+class OnUpdate(StrEnum):
+    """What new weights do with requests under way."""
+
+    finish = "finish"  # they end with the old weights, and later requests wait for the new ones
+    continue_ = "continue"  # their next tokens are drawn with the new weights
+    restart = "restart"  # their answers begin again, except those whose tokens have been streamed, which continue
+
+
+@dataclass(kw_only=True, slots=True)
+class Update:
+    """New weights. take: makes the engine compute with them. done: set afterwards."""
+
+    take: Callable[[], None]
+    on_update: OnUpdate
+    done: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # a client that leaves cancels nothing
+
+
+def deliver(items: Sequence[tuple[Job, Output | Restarted | Exception]]) -> None:
     """Puts outputs into their outboxes, from another thread, and wakes each event loop once."""
     found: dict[asyncio.AbstractEventLoop, dict[Outbox, list[Item]]] = {}
     for job, item in items:
@@ -100,6 +130,8 @@ class EngineLoop:
         )
         self._queued: set[int] = set()  # requests that the engine has not taken yet
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._updates: collections.deque[Update] = collections.deque()
+        self._held: list[Job] = []  # begin after an update
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[Job, None] = {}  # jobs without an output, in order
         self._wake = threading.Condition()
@@ -116,7 +148,7 @@ class EngineLoop:
     @property
     def running(self) -> int:
         """Number of requests that run or wait."""
-        return len(self._jobs) + len(self._commands)
+        return len(self._jobs) + len(self._commands) + len(self._held)
 
     @property
     def waiting(self) -> int:
@@ -131,8 +163,7 @@ class EngineLoop:
             RuntimeError: the engine has stopped.
         """
         with self._wake:
-            if self.error is not None or self._stopping:
-                raise RuntimeError(f"the engine has stopped: {self.error or 'the server shuts down'}")
+            self._check_running()
             if len(self._waiting) >= self._max_waiting:
                 self.metrics.count("refused")
                 raise Busy
@@ -147,6 +178,21 @@ class EngineLoop:
         with self._wake:
             self._commands.append(lambda: self._end(job))
             self._wake.notify()
+
+    def update(self, update: Update) -> None:
+        """Queues new weights, which are taken between two steps.
+
+        Raises:
+            RuntimeError: the engine has stopped.
+        """
+        with self._wake:
+            self._check_running()
+            self._updates.append(update)
+            self._wake.notify()
+
+    def _check_running(self) -> None:
+        if self.error is not None or self._stopping:
+            raise RuntimeError(f"the engine has stopped: {self.error or 'the server shuts down'}")
 
     def stop(self, *, drain_seconds: float) -> None:
         """Rejects new jobs, waits for running ones, and ends the thread."""
@@ -186,10 +232,11 @@ class EngineLoop:
     def _turn(self) -> None:
         """Runs queued commands and one step."""
         with self._wake:
-            if not self._commands and not self.generator.has_work:
+            if not self._commands and not self._updates and not self.generator.has_work:
                 self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
         while self._commands:  # one at a time, so that the others remain after an error
             self._commands.popleft()()
+        self._take_updates()
         if not self.generator.has_work:
             self.generator.beat()
             return
@@ -199,8 +246,42 @@ class EngineLoop:
         self._hand_out(outputs)
         self.metrics.count("seconds", by=time.perf_counter() - started)
 
+    def _take_updates(self) -> None:
+        """Takes queued weights, unless requests must end before."""
+        while self._updates and (self._updates[0].on_update != OnUpdate.finish or not self.generator.has_work):
+            update = self._updates[0]
+            try:
+                update.take()
+            except Exception as error:
+                if self.generator.is_lost or isinstance(error, PeerLost | CommMismatch):
+                    raise
+                self._updates.popleft().done.set_exception(error)
+            else:
+                self._updates.popleft().done.set_result(None)
+                if update.on_update == OnUpdate.restart:
+                    self._restart()
+        if not self._updates:
+            held, self._held = self._held, []
+            for job in held:
+                self._begin(job)
+
+    def _restart(self) -> None:
+        """Begins answers again."""
+        jobs = [job for job in self._jobs.values() if job.can_restart]
+        deliver([(job, Restarted()) for job in jobs])
+        for job in jobs:
+            assert job.request_id is not None, "it has begun"
+            del self._jobs[job.request_id]
+            self.generator.cancel(job.request_id)
+            self._queued.discard(job.request_id)
+            self._waiting[job] = None
+            self._begin(job)
+
     def _fail_all(self, error: Exception) -> None:
-        """Ends every running or waiting job with `error`."""
+        """Ends every running or waiting job and every update with `error`."""
+        while self._updates:
+            self._updates.popleft().done.set_exception(error)
+        self._held.clear()
         with self._wake:
             jobs = list(dict.fromkeys((*self._jobs.values(), *self._waiting)))
             self._jobs.clear()
@@ -214,6 +295,9 @@ class EngineLoop:
     def _begin(self, job: Job) -> None:
         if job not in self._waiting:
             return  # it has ended already
+        if self._updates:
+            self._held.append(job)
+            return
         try:
             job.request_id = self.generator.submit(job.prompt, sampling=job.sampling, adapter=job.adapter).id
         except Exception as error:  # noqa: BLE001
@@ -234,7 +318,7 @@ class EngineLoop:
         """Delivers one step's outputs, several of which may belong to one job, and drops the jobs that have ended."""
         if self.first_token_seconds is None and any(output.token is not None for output in outputs):
             self._record_first_token()
-        delivered: list[tuple[Job, Output | Exception]] = []
+        delivered: list[tuple[Job, Output]] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
             if job is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
 from ztk.serve.bodies import Asked, Limits, read_prompts
-from ztk.serve.loop import Item, Job, Outbox
+from ztk.serve.loop import Item, Job, Outbox, Restarted
 from ztk.serve.messages import ChatOptions, read_messages, read_options
 from ztk.serve.models import Opened
 from ztk.serve.structured import Grammars
@@ -341,26 +341,37 @@ class Reply:
     def __init__(self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format) -> None:
         """format: format of tool calls."""
         self.jobs, self.asked, self.shape = jobs, asked, shape
-        self._answers = [
-            Answer(
-                shape=shape,
-                index=prompt * asked.sampling.n + sample,
-                prompt=job.prompt,
-                asked=asked,
-                tokenizer=tokenizer,
-                ends=frozenset(job.sampling.stop_token_ids),
-                format=format,
-            )
-            for prompt, job in enumerate(jobs)
-            for sample in range(asked.sampling.n)
-        ]
+        self._tokenizer, self._format = tokenizer, format
+        for job in jobs:
+            job.can_restart = not asked.stream
+        self._answers = [answer for prompt in range(len(jobs)) for answer in self._begun(prompt)]
         self._kept: list[Item] = []
         self._open = set(range(len(self._answers)))
         self._ended: list[Job] = []
 
+    def _begun(self, prompt: int) -> list[Answer]:
+        """New answers to a prompt."""
+        job, each = self.jobs[prompt], self.asked.sampling.n
+        return [
+            Answer(
+                shape=self.shape,
+                index=prompt * each + sample,
+                prompt=job.prompt,
+                asked=self.asked,
+                tokenizer=self._tokenizer,
+                ends=frozenset(job.sampling.stop_token_ids),
+                format=self._format,
+            )
+            for sample in range(each)
+        ]
+
     def keep(self, items: list[Item]) -> None:
         """Stores outputs for `take_kept` or `body`. Raises BadRequest for an error of the engine."""
         for prompt, item in items:
+            if isinstance(item, Restarted):
+                if not self._has_ended(prompt):
+                    self._open.update(self._places(prompt))
+                continue
             if isinstance(item, Exception):
                 raise BadRequest(str(item), status=500)
             if item.error is not None:
@@ -392,9 +403,15 @@ class Reply:
 
     def take_kept(self) -> bytes:
         """Returns the stored outputs as events."""
-        chunks, each, items = [], self.asked.sampling.n, self._kept
+        chunks, items = [], self._kept
         self._kept = []
         for prompt, item in items:
+            if isinstance(item, Restarted):
+                if not self._has_ended(prompt):  # by a stop text, while the engine went on
+                    places = self._places(prompt)
+                    self._answers[places.start : places.stop] = self._begun(prompt)
+                    self._open.update(places)
+                continue
             assert isinstance(item, Output), "`keep` has raised the others"
             place = self._place(prompt, output=item)
             answer = self._answers[place]
@@ -402,7 +419,7 @@ class Reply:
             chunks += answer.push(item)
             if answer.ended and not was_ended:
                 self._open.discard(place)
-                if all(one.ended for one in self._answers[prompt * each : (prompt + 1) * each]):
+                if self._has_ended(prompt):
                     self._ended.append(self.jobs[prompt])
         return self.written(chunks) if self.asked.stream else b""
 
@@ -441,6 +458,13 @@ class Reply:
     @property
     def _prompt_tokens(self) -> int:
         return sum(len(job.prompt) for job in self.jobs)
+
+    def _places(self, prompt: int) -> range:
+        each = self.asked.sampling.n
+        return range(prompt * each, (prompt + 1) * each)
+
+    def _has_ended(self, prompt: int) -> bool:
+        return all(self._answers[place].ended for place in self._places(prompt))
 
     def _place(self, number: int, *, output: Output) -> int:
         return number * self.asked.sampling.n + output.sample

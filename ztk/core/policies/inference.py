@@ -251,6 +251,13 @@ class SamplingConfig:
     )
 
 
+def _weights_faults(config: "Config") -> Iterator[str]:
+    if config.serve.weights_path is not None and streams_layers(config):
+        yield (
+            f"serve.weights_path={config.serve.weights_path} with offload=nvme, whose packed layers are final: leave one of them out"
+        )
+
+
 @dataclass(kw_only=True)
 class ServeConfig:
     """The HTTP server of `task=serve`."""
@@ -260,6 +267,13 @@ class ServeConfig:
 
     host: str | None = key("address to listen on; 0.0.0.0: all of this machine's")
     port: int | None = key("port to listen on; 0: a free one, which is printed", range=Range(low=0, high=65_535))
+    weights_path: str | None = key(
+        "folder through which the server takes new weights while it runs, by /v1/weights, as tensors or as files in it; every rank reads it. "
+        "null: it takes none",
+        optional=True,
+        paths=Paths(),
+        contradicts=_weights_faults,
+    )
     model_name: str | None = key(
         "the model's name in /v1/models, which requests may send; null: its folder's name", optional=True
     )

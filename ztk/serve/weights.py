@@ -1,0 +1,209 @@
+"""New weights for a running server: files of a folder, or parts that arrive by HTTP and are files until all have come.
+
+Files are read one tensor at a time, on every rank that shares the model, so that no rank has more than one full tensor next to its own part.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ztk.inference import UnreadModel
+from ztk.inference.module_model import is_own_family
+from ztk.serve.models import Opened, Parameters
+from ztk.serve.values import BadRequest, shown
+
+_PREFIX, _NAMED, _HEADER_BYTES = ".incoming-", 5, 1 << 24  # folders of parts; names in an error; of a file
+_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # safetensors' names -> bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """The parameters that new weights must have. module: without memory. parameters: by name, without values, in the dtype that the engine
+    reads.
+    """
+
+    module: nn.Module
+    parameters: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, opened: Opened) -> "Expected":
+        """Of a model that was just opened.
+
+        Raises:
+            ValueError: a model whose weights cannot be replaced.
+        """
+        module = opened.module.module if isinstance(opened.module, UnreadModel) else opened.module
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"serve.weights_path with {opened.name}, whose packed weights are final: name the model that was packed, or leave it out"
+            )
+        if not is_own_family(module):
+            raise ValueError(
+                f"serve.weights_path with {opened.name}, which runs its own modules: new weights are for families that ztk computes itself; "
+                "leave it out"
+            )
+        return cls(module=module, parameters={name: own.to("meta") for name, own in module.named_parameters()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters in fp32, with their names."""
+        return sum(4 * own.numel() + 1024 for own in self.parameters.values()) + _HEADER_BYTES
+
+    @contextmanager
+    def opened(self, folder: str) -> Iterator[UnreadModel]:
+        """The weights of a folder's files, read one by one while the context is open. Raises BadRequest as `check`."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(_open(path)) for path in _files_of(Path(folder))]
+            self.check(files)
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+            def read(name: str) -> Tensor:
+                # A copy: the file may change or go.
+                return places[name].get_tensor(name).to(self.parameters[name].dtype, copy=True)
+
+            state = Parameters({name: name for name in places}, read=read)
+            yield UnreadModel(module=self.module, state=state)
+
+    def check(self, files: Iterable[Any], *, before: Collection[str] | None = None) -> list[str]:
+        """Returns the names of the tensors in opened files. before: names of earlier files, if others follow.
+
+        Raises BadRequest for tensors that the model does not have or has in another shape, for other dtypes, for a tensor that has come before
+        and, without `before`, for missing ones.
+        """
+        found, faults = list[str](), list[str]()
+        for file in files:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                faults += self._faults(name, shape=part.get_shape(), dtype=part.get_dtype())
+                if name in found or name in (before or ()):
+                    faults.append(f"{name} comes twice")
+                found.append(name)
+        if before is None:
+            faults += [f"{name} is missing" for name in self.parameters if name not in found]
+        if faults:
+            more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+            raise BadRequest(f"these weights do not fit the model: {'; '.join(faults[:_NAMED])}{more}")
+        return found
+
+    def _faults(self, name: str, *, shape: list[int], dtype: str) -> Iterator[str]:
+        own = self.parameters.get(name)
+        if own is None:
+            yield f"{shown(name)} is no parameter of the model"
+        elif list(own.shape) != shape:
+            yield f"{name} has the shape {shape} instead of {list(own.shape)}"
+        elif dtype not in _DTYPES:
+            yield f"{name} has the dtype {dtype} instead of {', '.join(_DTYPES)}"
+
+
+class Incoming:
+    """The version that is on its way into a server. Methods may be called in any thread, one at a time.
+
+    folder: has the folders that requests may name. Parts that arrive by HTTP are in a folder of their own there, which ends with the process.
+    """
+
+    def __init__(self, expected: Expected, *, folder: str) -> None:
+        self.expected, self._root = expected, Path(folder).resolve()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._drop_left()
+        self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._root))
+        self._lock = os.open(self._own, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._number, self._names = 0, set[str]()
+        self.version: str | None = None
+
+    def begin(self, version: str) -> None:
+        """Starts a version. Parts of an earlier one that was not taken are dropped."""
+        self.drop()
+        self.version = version
+        self._folder.mkdir(parents=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self._own / "parts"
+
+    @property
+    def folder(self) -> str:
+        """With the parts so far. Raises BadRequest for missing ones."""
+        with self.expected.opened(str(self._folder)):
+            return str(self._folder)
+
+    def new_file(self, version: str) -> Path:
+        """A path for another part, without the ending that counts. Raises BadRequest for a version that has not begun."""
+        self.check(version)
+        self._number += 1
+        return self._folder / f"{self._number}.part"
+
+    def check(self, version: str) -> None:
+        """Raises BadRequest for a version that has not begun."""
+        if version != self.version:
+            begun = "none has begun" if self.version is None else f"{self.version} has begun"
+            raise BadRequest(f"version {shown(version)}: {begun}; POST it to /v1/weights first", status=409)
+
+    def add(self, path: Path, *, version: str) -> None:
+        """Counts a complete part of the version. Raises BadRequest for tensors that do not fit or have come before."""
+        self.check(version)
+        with _open(path) as file:
+            names = self.expected.check([file], before=self._names)
+        path.rename(path.with_suffix(".safetensors"))
+        self._names.update(names)
+
+    def named(self, path: str) -> str:
+        """The folder that a request names, with weights that fit. Raises BadRequest for another one."""
+        folder = (self._root / path).resolve()
+        if not folder.is_relative_to(self._root) or not folder.is_dir():
+            raise BadRequest(f"path={shown(path)}: no folder below serve.weights_path={self._root}", param="path")
+        for file in _files_of(folder):
+            if not file.resolve().is_relative_to(self._root):
+                raise BadRequest(f"path={shown(path)}: {file.name} is a link to a file elsewhere", param="path")
+        with self.expected.opened(str(folder)):
+            return str(folder)
+
+    def drop(self) -> None:
+        """Drops the version and its parts."""
+        self.version, self._names = None, set()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes the folder of parts. Idempotent."""
+        shutil.rmtree(self._own, ignore_errors=True)
+        with suppress(OSError):
+            os.close(self._lock)
+
+    def _drop_left(self) -> None:
+        """Removes folders of parts whose process was killed."""
+        for left in self._root.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                lock = os.open(left, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files in a folder. Raises BadRequest if there are none."""
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise BadRequest(f"{folder.name}: no tensors have come; send them as safetensors")
+    return found
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A file of safetensors. Raises BadRequest for another one."""
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BadRequest(f"these are no safetensors: {error}") from None
+    with file as opened:
+        yield opened
