@@ -236,8 +236,8 @@ class Output:
     finish_reason: stop, length, error or cancelled, or None while the answer continues. logprob: raw, of the model's own logits.
     processed_logprob: from the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
     raw log-probabilities, if requested. prompt_logprobs: come with an answer's first token, for the prompt's tokens from the second on, if
-    requested. is_by_request: the fields of the request have caused the error, such as masks that allow no token. version: name of the weights that
-    the token was drawn with, as in `Generator.switch`; None before the first call.
+    requested. is_by_request: the fields of the request have caused the error, such as masks that allow no token.
+    version: name of the weights that drew the token, as in `Generator.switch`; None before the first call.
     """
 
     request_id: int
