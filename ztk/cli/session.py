@@ -47,7 +47,10 @@ from ztk.core.launch import (
     RankError,
     RankFailure,
     Start,
+    earlier_cause,
+    failure_from,
     failure_of,
+    failure_text,
     first_cause,
     forget_failure,
     is_restart,
@@ -519,24 +522,49 @@ class Session:
             leave(interrupt_code(error))
         if failure is None:
             return Status.done
-        self._end_rank(config, failure, owner=owner)
+        self._end_rank(config, failure, owner=owner, meeting=meeting)
 
     def _end_rank(
-        self, config: Config, failure: RankFailure, *, owner: RunOwner | None, records: bool = True
+        self,
+        config: Config,
+        failure: RankFailure,
+        *,
+        owner: RunOwner | None,
+        records: bool = True,
+        meeting: "Meeting | None" = None,
     ) -> NoReturn:
         """Ends a failed rank of another launcher. If it `records`, the summary gets the first cause of all ranks."""
         from ztk.worker import leave
 
         assert self._external is not None, "the machine's launcher started this process"
         if records:
-            found = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
-            cause = first_cause([each for each in found if each is not None] or [failure])
-            self._write_failed(config, error=str(cause))
+            self._record_cause(config, failure, meeting=meeting)
         self._external.tell_starter(failure)
         print(f"ztk: {failure}", file=sys.stderr)
         if owner is not None:
             owner.end()
         leave(Outcome.failed)
+
+    def _record_cause(self, config: Config, failure: RankFailure, *, meeting: "Meeting | None") -> None:
+        """Writes the first cause that is known. The ranks compare theirs by one key of the store, and the rank of the cause writes.
+
+        If the store is gone, this rank reads the error files of all ranks.
+        """
+        from ztk.core.runtime.rendezvous import best_text
+
+        assert self._external is not None, "the machine's launcher started this process"
+        own, written = failure_text(failure), ""
+        while meeting is not None:
+            cause = best_text(meeting, own=own, choose=earlier_cause)
+            if cause is None:
+                break
+            if cause == written or (cause != own and not written and self._external.rank != 0):
+                return  # another rank is the cause and writes
+            self._write_failed(config, error=str(failure_from(cause)))
+            written = cause  # an earlier cause may have been stored meanwhile, and its rank may have written first
+        found = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
+        first = first_cause([each for each in found if each is not None] or [failure])
+        self._write_failed(config, error=str(first))
 
     def _remember(self, config: Config) -> None:
         if not self._sweeping:

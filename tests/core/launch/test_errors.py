@@ -2,11 +2,14 @@
 
 import pickle
 import signal
+import threading
 
 import pytest
+from torch.distributed import HashStore, TCPStore
 
-from ztk.core.launch import RankError, failure_of, first_cause, read_failure, write_failure
+from ztk.core.launch import RankError, earlier_cause, failure_of, failure_text, first_cause, read_failure, write_failure
 from ztk.core.launch.errors import RankFailure, failure_of_exit
+from ztk.core.runtime.rendezvous import Meeting, best_text
 
 
 def failed(*, rank: int = 0, time: float = 0.0, secondary: bool = False) -> RankFailure:
@@ -61,3 +64,37 @@ def test_a_failure_survives_its_file_and_a_pickle(tmp_path):
 def test_an_exit_without_an_error_is_described():
     assert str(failure_of_exit(-signal.SIGSEGV, rank=1, noticed=0.0)) == "rank 1 was killed by SIGSEGV"
     assert failure_of_exit(-signal.SIGABRT, rank=1, noticed=0.0).secondary
+
+
+def test_the_first_cause_of_many_ranks_is_one_key_of_the_store():
+    """Each rank makes a few requests, where it read the files of all ranks."""
+    store, compared = HashStore(), []
+    meeting = Meeting(generation="g", text="", hosts=("a",) * 64, store=store)
+    failures = [failure_of(PeerLost("rank 9 is gone"), rank=rank) for rank in range(64)]
+    failures[9] = failure_of(ValueError("boom"), rank=9)
+    found = {}
+
+    def choose(text: str, other: str) -> str:
+        compared.append(text)
+        return earlier_cause(text, other)
+
+    def fail(rank: int) -> None:
+        found[rank] = best_text(meeting, own=failure_text(failures[rank]), choose=choose)
+
+    threads = [threading.Thread(target=fail, args=(rank,)) for rank in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert best_text(meeting, own=failure_text(failures[3]), choose=earlier_cause) == failure_text(failures[9])
+    assert found[9] == failure_text(failures[9])
+    assert store.num_keys() == 1
+    assert len(compared) <= 4 * 64  # a comparison for each request but the first
+
+
+def test_a_store_that_is_gone_gives_no_cause():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    meeting = Meeting(generation="g", text="", hosts=("a", "b"), store=client)
+    del server
+    assert best_text(meeting, own="{}", choose=earlier_cause) is None

@@ -125,9 +125,24 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
     return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary, code=code)
 
 
+def failure_text(failure: RankFailure) -> str:
+    """Encodes a failure on one line."""
+    return json.dumps(asdict(failure))
+
+
+def failure_from(text: str) -> RankFailure:
+    """Decodes the result of `failure_text`."""
+    return RankFailure(**json.loads(text))
+
+
+def earlier_cause(text: str, other: str) -> str:
+    """Returns the one of two encoded failures that is the first cause."""
+    return min(text, other, key=lambda each: (failure_from(each).secondary, failure_from(each).time, each))
+
+
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
     """Writes the error of a rank atomically. If the run folder takes no file, as on a full disk, writes it into the launcher's memory."""
-    path, text = error_path(output_dir, rank=failure.rank), json.dumps(asdict(failure))
+    path, text = error_path(output_dir, rank=failure.rank), failure_text(failure)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text=text)  # the launcher may end this process as soon as it finds the file
@@ -147,7 +162,7 @@ def read_failure(
 ) -> RankFailure | None:
     """The error that a rank has written, or None. memory: the file for errors that the run folder did not take."""
     try:
-        return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
+        return failure_from(error_path(output_dir, rank=rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
         pass
     with suppress(OSError):

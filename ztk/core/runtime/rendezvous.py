@@ -13,15 +13,18 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ztk.core.policies.machine import set_hosts
 
+_STORE_SECONDS = 5.0  # for an answer of the store after a failure
 _LONGEST_PAUSE_SECONDS = 0.2  # between two looks of rank 0 for ranks that have not arrived
 
 
@@ -80,6 +83,32 @@ def first_fault(meeting: Meeting, *, rank: int, own: str) -> str:
     fault = store.get("fault").decode() if store.add("faults", 0) else ""
     _await_readers(store, key="read", rank=rank, world=len(meeting.hosts))
     return fault
+
+
+def best_text(meeting: Meeting, *, own: str, choose: Callable[[str, str], str]) -> str | None:
+    """Stores `own` unless the stored text is the better one, and returns the better one. Not a collective call: any rank makes it at any time.
+
+    choose: returns the better of two texts, whatever their order. None is returned if the store does not answer within a few seconds: the
+    rank that serves it may have ended.
+    """
+    found: list[str] = []
+
+    def settle() -> None:
+        store, known = dist.PrefixStore(f"ztk/{meeting.generation}", meeting.store), ""
+        with suppress(RuntimeError):  # torch's errors of a store that is gone
+            while not found:
+                best = choose(known, own) if known else own
+                stored = store.compare_set("best", known, best).decode()
+                if stored == best:
+                    found.append(best)
+                known = stored
+
+    thread = threading.Thread(
+        target=settle, name="ztk-failure", daemon=True
+    )  # a request to a lost host has no time limit
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return found[0] if found else None
 
 
 def _await_readers(store: dist.Store, *, key: str, rank: int, world: int) -> None:
