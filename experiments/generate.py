@@ -551,9 +551,6 @@ def _offload(config: Config) -> OffloadPolicy | None:
     chosen = config.offload
     if chosen.optimizer is Tier.none:
         return None
-    assert chosen.block_bytes is not None and chosen.threads is not None and chosen.direct_io is not None, (
-        "offload=nvme sets them"
-    )
     return OffloadPolicy(
         parameters=Tier.nvme,
         nvme_path=_packed_folder(config) if streams_layers(config) else config.offload.nvme_path or config.output_dir,

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.config import Config, is_own
+from ztk.config.keys import read, write
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
-from ztk.core.policies.offload import OffloadConfig, ParameterTier
+from ztk.core.policies.key import policy_of
+from ztk.core.policies.offload import OffloadConfig
 from ztk.core.policies.peers import Peer
 from ztk.core.policies.precision import LossScaleConfig, PrecisionConfig
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.rollout import StrategyConfig
 from ztk.core.policies.runs import is_hugging_face
+from ztk.core.policies.tier import Tier
 from ztk.core.policies.zero import ZeroConfig, ZeroPolicy
 from ztk.core.precision import LossScalePolicy, PrecisionPolicy
 from ztk.core.runtime import Topology
@@ -116,7 +119,7 @@ def zero_policy(config: Config) -> ZeroPolicy:
 
 
 def offload_policy(config: Config) -> OffloadPolicy:
-    return OffloadPolicy(**_given(config.offload))
+    return policy_of(OffloadPolicy, given=config.offload)
 
 
 def of_model(config: Config, *, given: StrategyConfig) -> Config:
@@ -126,11 +129,11 @@ def of_model(config: Config, *, given: StrategyConfig) -> Config:
     if given.zero is not None and (chosen := int(given.zero.value.removeprefix("stage"))) != stage:
         own.zero = ZeroConfig(engine=own.zero.engine, stage=chosen, bucket_size=own.zero.bucket_size)
     if given.offload is not None and given.offload is not tier:
-        own.offload = OffloadConfig(optimizer=given.offload, parameters=ParameterTier("none"))
-        own.offload.nvme_path, own.offload.pin_memory = config.offload.nvme_path, config.offload.pin_memory
+        places = {name: read(config, key=f"offload.{name}") for name in ("nvme_path", "pin_memory")}
+        own.offload = OffloadConfig(optimizer=given.offload, parameters=Tier.none, **places)
     if (own.zero.stage, own.offload.optimizer) != (stage, tier):
         follows = own.zero.stage == 3
-        own.offload.parameters = ParameterTier(own.offload.optimizer.value if follows else "none")
+        write(own, key="offload.parameters", value=own.offload.optimizer if follows else Tier.none)
     if given.precision is not None and given.precision is not own.precision.dtype:
         own.precision = PrecisionConfig(dtype=given.precision, loss_scale=LossScaleConfig())
     return own

@@ -1,6 +1,8 @@
 """A key is declared once, in its section: everything else follows."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from dataclasses import MISSING
@@ -10,8 +12,32 @@ from typing import Any
 from ztk.cli.session import Session
 from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
+from ztk.core.policies.key import declared_keys, policy_of
+from ztk.core.policies.offload import OffloadConfig, OffloadPolicy
 
 ROOT = Path(__file__).parents[2]
+# Class -> fields that stand in its body and, with the same name, in a section, too. No commit may add one.
+TWICE = {
+    "CometPolicy": 2,
+    "DistillPolicy": 2,
+    "DpoPolicy": 6,
+    "EmaPolicy": 3,
+    "InferencePolicy": 12,
+    "KtoPolicy": 3,
+    "LoraPolicy": 4,
+    "LossScalePolicy": 5,
+    "OptimizerPolicy": 17,
+    "PairwisePolicy": 3,
+    "PipelinePolicy": 4,
+    "PrecisionPolicy": 4,
+    "RecomputePolicy": 6,
+    "RolloutPolicy": 3,
+    "SchedulePolicy": 18,
+    "TensorPolicy": 2,
+    "TextPolicy": 2,
+    "TrackerPolicy": 2,
+    "ZeroPolicy": 10,
+}
 # Declares train.patience before anything has read the section, and prints everything that is derived from the declaration.
 SCRIPT = '''
 import json
@@ -91,6 +117,49 @@ def test_a_key_is_declared_in_one_place():
     assert found["near"] == ["train.patienc: there is no such key; did you mean train.patience?"]
     assert found["was"] == [7, "train.wait is called train.patience now; the old name goes with the next release"]
     assert found["hash"] and not found["numbers"]
+
+
+def _fields_of_policies():
+    """Class name -> the fields that its body declares without `key`, of every class of the library whose name ends in Policy."""
+    for path in (ROOT / "ztk").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body if re.search(r"^class \w+Policy\b", text, re.MULTILINE) else ():
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Policy"):
+                fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+                is_key = {
+                    line.target.id: isinstance(line.value, ast.Call) and ast.unparse(line.value.func) == "key"
+                    for line in fields
+                }
+                yield node.name, {name for name, declared in is_key.items() if not declared}
+
+
+def test_fields_that_are_declared_twice_become_fewer():
+    sections: dict[str, set[str]] = {}
+    for name in run_keys():
+        section, _, key = name.rpartition(".")
+        sections.setdefault(section, set()).add(key)
+    shared = {name: max(len(fields & keys) for keys in sections.values()) for name, fields in _fields_of_policies()}
+    assert {name: count for name, count in shared.items() if count > 1} == TWICE
+
+
+def test_the_command_line_and_the_library_make_the_same_policy():
+    def made(policy, section, *words):
+        config = compose(*words, output_dir="/tmp/declared", machine=Machine(gpus=0, cores=2))
+        return policy_of(policy, given=getattr(config, section))
+
+    folder = "/tmp/declared/nvme"
+    assert made(OffloadPolicy, "offload") == OffloadPolicy()
+    assert made(OffloadPolicy, "offload", "zero=stage3", "offload=nvme", "offload.threads=2") == OffloadPolicy(
+        optimizer="nvme", parameters="nvme", nvme_path=folder, threads=2
+    )
+
+
+def test_a_section_has_the_keys_of_its_policy():
+    threads = declared_keys(OffloadConfig)["threads"]
+    assert (threads.hint, threads.default) == (int | None, OffloadPolicy().threads)
+    pinned = declared_keys(OffloadConfig)["pin_memory"]
+    assert (pinned.default, OffloadPolicy().pin_memory) == (None, True)  # null: the policy's
+    assert declared_keys(OffloadConfig)["optimizer"].default is MISSING
 
 
 def test_every_default_is_accepted():

@@ -121,6 +121,7 @@ def to_config(
     if config.data.path is not None and config.data.name is DataName.stdlib and not chooses_data:
         config.data.name = DataName.files  # a path is enough to choose files
     choose_rollouts(config, machine=machine)
+    choose_engine(config, machine=machine)
     null_unused_defaults(config, machine=machine)
     if (
         not is_own(config, section="model")
@@ -131,7 +132,6 @@ def to_config(
     if faults := [*_option_faults(config, options=options, machine=machine)]:
         raise ConfigError(faults)
     derive_choices(config)
-    choose_engine(config, machine=machine)
     if faults := [*take_evaluated(config), *take_generation(config), *take_lengths(config)]:
         raise ConfigError(faults)
     check(config, machine=machine)

@@ -163,7 +163,8 @@ def _settle_parameter_tier(config: Config) -> None:
     """Replaces `auto` by the optimizer states' tier if parameters are sharded, and else by the device."""
     if config.offload.parameters is ParameterTier.auto:
         sharded = config.zero.stage == 3
-        config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")
+        tier = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")
+        write(config, key="offload.parameters", value=tier)
 
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:
@@ -182,7 +183,7 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     reason = "OMP_NUM_THREADS, else the cores divided by the ranks"
     fill(config, key="launch.threads", value=_threads(machine, ranks=ranks), reason=reason)
     if device == "cuda" and config.offload.optimizer != "none" and config.offload.pin_memory is None:
-        config.offload.pin_memory = True
+        write(config, key="offload.pin_memory", value=True)
 
 
 def _threads(machine: Machine, *, ranks: int) -> int:

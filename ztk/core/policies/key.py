@@ -3,15 +3,17 @@
 import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, dataclass_transform
 
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.ranges import shown
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
+
+_Section = TypeVar("_Section")
 
 
 class Accepted(Protocol):
@@ -90,9 +92,11 @@ def key(
     was: str | None = None,
     changes: Changes | None = None,
     paths: Places | None = None,
+    chosen: bool = False,
+    line: Any = None,
 ) -> Any:
-    """Declares a key as the field of a section, a `@dataclass(kw_only=True)`. The class attributes `acts`, `optional` and `changes` of a
-    section are the defaults of its keys.
+    """Declares a key as the field of a policy or of a section (`section`). The class attributes `acts`, `optional` and `changes` of the
+    class are the defaults of its keys.
 
     meaning: the line in `--help GROUP` and in the documentation.
     default: MISSING if an option of the group must set the key.
@@ -104,6 +108,8 @@ def key(
     was: the name before the last release.
     changes: the part of a run that depends on the key.
     paths: how the key names files or folders.
+    chosen: an option of the group must set the key; the default is the policy's alone.
+    line: the type on the command line, if it differs from the policy's.
     """
     declared = Key(
         meaning=meaning,
@@ -115,7 +121,48 @@ def key(
         was=was,
         paths=paths,
     )
-    return field(default=default, metadata={"key": declared, "changes": changes})
+    return field(default=default, metadata={"key": declared, "changes": changes, "chosen": chosen, "line": line})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
+def section(declared: type[_Section]) -> type[_Section]:
+    """Class decorator of a section of the command line: its fields are the keys of the policies that it inherits and its own.
+
+    The section is mutable and checks nothing. A key that does not act in every run, or that is optional, can be None: it has no effect, or
+    its value is left open. An optional key is None unless it is set, and the policy's default takes its place (`policy_of`).
+    """
+    hints = typing.get_type_hints(declared)
+    own = {name: vars(declared).get(name) for name in vars(declared).get("__annotations__", {})}
+    inherited = {
+        name: entry for name, entry in getattr(declared, "__dataclass_fields__", {}).items() if "key" in entry.metadata
+    }
+    entries: list[Any] = []
+    for name, entry in (own | inherited).items():
+        if entry is None:  # a section within this one
+            entries.append((name, hints[name]))
+        else:
+            entries.append((name, *_on_line(entry, section=declared, hint=hints[name])))
+    attributes = ("acts", "optional", "changes", "__doc__", "__module__", "__qualname__")
+    kept = {name: getattr(declared, name) for name in attributes if hasattr(declared, name)}
+    mixins = tuple(base for base in declared.__mro__[1:-1] if not is_dataclass(base))
+    made: Any = make_dataclass(declared.__name__, entries, bases=mixins, namespace=kept, kw_only=True)
+    return made
+
+
+def _on_line(entry: Field, *, section: type, hint: Any) -> tuple[Any, Field]:
+    """Type and field of a policy's key in a section."""
+    declared: Key = entry.metadata["key"]
+    acts, optional = (getattr(declared, name) or getattr(section, name, None) for name in ("acts", "optional"))
+    hint = entry.metadata["line"] or hint
+    default = MISSING if entry.metadata["chosen"] else None if optional else entry.default
+    return (hint | None if acts or optional else hint), field(default=default, metadata=entry.metadata)
+
+
+def policy_of(policy: type[_Section], *, given: Any) -> _Section:
+    """Returns the policy with the values of a section. A None in the section is the policy's default."""
+    names = {entry.name for entry in fields(policy)} & {entry.name for entry in fields(given)}
+    values = {name: getattr(given, name) for name in names}
+    return policy(**{name: value for name, value in values.items() if value is not None})
 
 
 @functools.cache
@@ -154,8 +201,8 @@ def changes_of(section: type) -> Changes:
 def key_faults(
     values: Any,
     *,
-    keys: type,
     section: str,
+    keys: type | None = None,
     place: str = "",
     of: Any = None,
     others: Mapping[str, Accepted] | None = None,
@@ -164,12 +211,12 @@ def key_faults(
     does not act.
 
     values: a policy, which may lack keys. None is "not given", and where a key does not act, so are 0 and False. keys: the class that
-    declares the keys of `section`. place: names `values` in the message, by default with the section. of: the policy whose fields decide
-    whether a key acts, by default `values`. others: ranges of attributes that no key sets.
+    declares the keys of `section`, by default that of `values`. place: names `values` in the message, by default with the section. of: the
+    policy whose fields decide whether a key acts, by default `values`. others: ranges of attributes that no key sets.
     """
     of, place = values if of is None else of, place or section
     usual = {field.name: field.default for field in fields(values)}
-    checks = {name: (declared.range, declared.acts) for name, declared in declared_keys(keys).items()}
+    checks = {name: (declared.range, declared.acts) for name, declared in declared_keys(keys or type(values)).items()}
     checks |= {name: (accepted, None) for name, accepted in (others or {}).items()}
     for name, (accepted, acts) in checks.items():
         value = getattr(values, name, None)
