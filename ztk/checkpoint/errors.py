@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ztk.core.policies.machine import place_of
 from ztk.core.runtime import Comm, CommMismatch, PeerLost
 
 
@@ -73,4 +74,4 @@ def agreed(comm: Comm, *, error: type[Exception]) -> Iterator[None]:
 def _joined(failed: dict[int, str], *, world_size: int) -> str:
     if len(set(failed.values())) == 1 and len(failed) == world_size:
         return next(iter(failed.values()))
-    return "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return "; ".join(f"{place_of(rank)}: {text}" for rank, text in failed.items())

@@ -36,6 +36,11 @@ def part(rank: int, *, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def exercise(process, *, transport: str) -> None:
     comm, rank, world = connect(process, transport=transport), process.rank, process.world_size
+    own = "x" * (rank * SLOT_BYTES)
+    assert comm.collect_objects(own, label="test") == (
+        [SLOT_BYTES * "x" * r for r in range(world)] if not rank else None
+    )
+    assert comm.distribute_objects(range(7, 7 + world) if not rank else None, label="test") == 7 + rank
     for dtype in DTYPES:
         for n in (128, SLOT_BYTES // dtype.itemsize, 3 * SLOT_BYTES + 128):
             everyone = [part(r, numel=n * world, dtype=dtype) for r in range(world)]

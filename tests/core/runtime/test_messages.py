@@ -2,13 +2,16 @@
 
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.core.runtime.test_comm import connect
 from tests.ranks import RankFailed, RankPool
-from ztk.core.runtime import CommMismatch, PeerLost
+from ztk.core.runtime import CommMismatch, PeerLost, Process, Topology
+from ztk.core.runtime.comm.gloo import GlooTransport
 
 BIG = 3 << 20  # more than a socket holds: the sender must wait for the receiver
 
@@ -100,3 +103,37 @@ def test_a_dead_peer_is_missed_at_once(sends):
             pool.run(lonely, sends=sends)
     finally:
         pool.close()
+
+
+def names_in_errors(process: Process) -> list[str]:
+    """Of a mismatch in a group of two of the four ranks, of one between messages, and of a lost peer over gloo."""
+    os.environ["ZTK_HOSTS"] = "a*2 b*2"
+    texts, group = [], process.arrange(Topology(tensor=2)).mesh.comm("tp")
+    for call in (
+        lambda: group.all_gather(torch.zeros(2), label=f"own.{process.rank}"),
+        lambda: (
+            group.send(torch.zeros(1), to=1, label="x")
+            if group.rank == 0
+            else group.recv(torch.zeros(1), source=0, label="y")
+        ),
+    ):
+        try:
+            call().wait()
+        except CommMismatch as error:
+            texts.append(str(error))
+    group.close()
+    transport = GlooTransport(group=dist.new_group(backend="gloo"))
+    with mock.patch("torch.distributed.send", side_effect=RuntimeError("Connection closed by peer [10.0.0.2]:9")):
+        try:
+            transport.send(torch.zeros(1), to=2, label="activation")
+        except PeerLost as error:
+            texts.append(str(error))
+    del os.environ["ZTK_HOSTS"]
+    return texts
+
+
+def test_errors_name_ranks_of_the_run_and_their_hosts(ranks):
+    texts = ranks(4).run(names_in_errors)
+    assert "rank 3 on b is at 'all_gather own.3 2 x float32', rank 2 on b at 'all_gather own.2" in texts[3][0]
+    assert "rank 3 on b waits for 'y' of 4 bytes, rank 2 on b sent 'x'" in texts[3][1]
+    assert texts[0][-1].startswith("activation, with rank 2 on b: Connection closed")

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 _HOSTS = "ZTK_HOSTS"  # variable of a rank that another launcher started: the host names of all ranks
+_LISTED = 8  # ranks in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,16 @@ def place_of(rank: int) -> str:
     """Returns `rank 3`, or `rank 3 on HOST` if the run has several hosts. For messages."""
     names = hosts()
     return f"rank {rank} on {names[rank]}" if rank < len(names) and len(set(names)) > 1 else f"rank {rank}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns the numbers of ranks for a message, in few words though there may be thousands."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1:
+        step = steps.pop()
+        return f"ranks {ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
+    listed = ", ".join(map(str, ranks[:_LISTED]))
+    return f"ranks {listed}" + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
 
 
 def count_cores() -> int:

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
+from ztk.core.policies.machine import place_of
 from ztk.core.runtime.comm.errors import CommMismatch, PeerLost, peer_errors
 from ztk.core.runtime.comm.sockets import PeerSockets, hang_up
 
@@ -43,7 +44,7 @@ class NodeGroup:
             PeerLost: a rank dies meanwhile or does not arrive in time.
         """
         self.rank, self.size = group.rank(), group.size()
-        self._timeout = timeout_seconds
+        self._timeout, self._ranks = timeout_seconds, dist.get_process_group_ranks(group)
         self._number = 0
         token = [secrets.token_hex(8)]
         with peer_errors("connecting"):
@@ -73,9 +74,11 @@ class NodeGroup:
             connection.connect(name + str(peer))
             connection.sendall(_RANK.pack(self.rank))
         except OSError as error:  # the peer listens from before the barrier until all have connected
-            raise PeerLost(f"rank {peer} is gone (connecting): {error}") from error
+            raise PeerLost(f"{self._place(peer)} is gone (connecting): {error}") from error
         if not _is_ours(connection):
-            raise PeerLost(f"rank {peer} does not belong to this user (connecting): start all ranks as one user")
+            raise PeerLost(
+                f"{self._place(peer)} does not belong to this user (connecting): start all ranks as one user"
+            )
         return connection
 
     def _await_calls(self, listener: socket.socket, *, made: dict[int, socket.socket]) -> dict[int, socket.socket]:
@@ -85,11 +88,11 @@ class NodeGroup:
         while missing := made.keys() - heard.keys():
             ready = wait([listener, *(made[peer] for peer in missing)], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise PeerLost(f"rank {min(missing)} did not connect within {self._timeout:g} s")
+                raise PeerLost(f"{self._place(min(missing))} did not connect within {self._timeout:g} s")
             ended = {peer for peer in missing if made[peer] in ready}
             heard |= self._accept(listener)
             if lost := ended - heard.keys():
-                raise PeerLost(f"rank {min(lost)} is gone (connecting): its connection closed")
+                raise PeerLost(f"{self._place(min(lost))} is gone (connecting): its connection closed")
         return heard
 
     def _accept(self, listener: socket.socket) -> dict[int, socket.socket]:
@@ -117,14 +120,14 @@ class NodeGroup:
             try:
                 socket.send_fds(connection, [b"f"], [own_fd])
             except OSError as error:
-                raise PeerLost(f"rank {peer} is gone (sharing memory): {error}") from error
+                raise PeerLost(f"{self._place(peer)} is gone (sharing memory): {error}") from error
         for peer, connection in self._sockets.items():
             try:
                 _, found, _, _ = socket.recv_fds(connection, 1, 1)
             except OSError as error:
-                raise PeerLost(f"rank {peer} is gone (sharing memory): {error}") from error
+                raise PeerLost(f"{self._place(peer)} is gone (sharing memory): {error}") from error
             if not found:
-                raise PeerLost(f"rank {peer} is gone (sharing memory): its connection closed")
+                raise PeerLost(f"{self._place(peer)} is gone (sharing memory): its connection closed")
             (descriptors[peer],) = found
         segments = []
         for peer in range(self.size):
@@ -139,7 +142,7 @@ class NodeGroup:
 
     def peer_sockets(self) -> PeerSockets:
         """Connections for messages between two ranks. A collective call."""
-        return PeerSockets(self._sockets, rank=self.rank, timeout_seconds=self._timeout)
+        return PeerSockets(self._sockets, rank=self.rank, ranks=self._ranks, timeout_seconds=self._timeout)
 
     def barrier(self, label: str) -> None:
         """Returns when every rank of the node has called `barrier`.
@@ -154,7 +157,7 @@ class NodeGroup:
             try:
                 connection.sendall(message)
             except OSError as error:
-                raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
+                raise PeerLost(f"{self._place(peer)} is gone ({label}): {error}") from error
         for peer, connection in self._sockets.items():
             self._hear(peer, connection=connection, expected=message, label=label)
 
@@ -163,13 +166,13 @@ class NodeGroup:
             self._wait_for(peer, connection=connection, label=label)
             heard = connection.recv(_MESSAGE.size, socket.MSG_WAITALL)
         except OSError as error:
-            raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
+            raise PeerLost(f"{self._place(peer)} is gone ({label}): {error}") from error
         if len(heard) < _MESSAGE.size:
-            raise PeerLost(f"rank {peer} is gone: connection closed while waiting at {label}")
+            raise PeerLost(f"{self._place(peer)} is gone: connection closed while waiting at {label}")
         if heard != expected:
             theirs = _MESSAGE.unpack(heard)[1].rstrip(b"\0").decode(errors="replace")
             raise CommMismatch(
-                f"rank {self.rank} is at '{label}', rank {peer} at '{theirs}': the ranks ran different modules or shapes"
+                f"{self._place(self.rank)} is at '{label}', {self._place(peer)} at '{theirs}': the ranks ran different modules or shapes"
             )
 
     def _wait_for(self, peer: int, *, connection: socket.socket, label: str) -> None:
@@ -178,11 +181,14 @@ class NodeGroup:
         if _has_news(connection, seconds=patience):
             return
         logger.warning(
-            "rank %d waits at '%s': rank %d has not arrived for %.3g s; it may be stopped or slow, and ends this run after %.4g s",
-            *(self.rank, label, peer, patience, self._timeout),
+            "%s waits at '%s': %s has not arrived for %.3g s; it may be stopped or slow, and ends this run after %.4g s",
+            *(self._place(self.rank), label, self._place(peer), patience, self._timeout),
         )
         if not _has_news(connection, seconds=self._timeout - patience):
-            raise PeerLost(f"rank {peer} did not arrive at {label} within {self._timeout:g} s")
+            raise PeerLost(f"{self._place(peer)} did not arrive at {label} within {self._timeout:g} s")
+
+    def _place(self, peer: int) -> str:
+        return place_of(self._ranks[peer])
 
     def close(self) -> None:
         """Closes all sockets. May be called from another thread; a thread that waits in `barrier` then raises PeerLost."""

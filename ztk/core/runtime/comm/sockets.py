@@ -7,10 +7,11 @@ process dies the kernel closes its sockets, so a rank that sends to it or waits 
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ztk.core.policies.machine import place_of
 from ztk.core.runtime.comm.errors import CommMismatch, PeerLost
 from ztk.core.runtime.host_memory import view_bytes
 
@@ -23,13 +24,16 @@ class PeerSockets:
     One thread may send to a peer and another receive from it at the same time.
     """
 
-    def __init__(self, introductions: Mapping[int, socket.socket], *, rank: int, timeout_seconds: float) -> None:
-        """introductions: an open idle connection to every peer; both ends construct this object at the same time.
+    def __init__(
+        self, introductions: Mapping[int, socket.socket], *, rank: int, ranks: Sequence[int], timeout_seconds: float
+    ) -> None:
+        """introductions: an open idle connection to every peer; both ends construct this object at the same time. ranks: numbers of the group's
+        ranks in the run, for messages.
 
         Raises:
             PeerLost: a rank died or did not answer in time.
         """
-        self._rank, self._timeout = rank, timeout_seconds
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout_seconds
         self._sockets: dict[int, socket.socket] = {}
         for peer, connection in introductions.items():
             if rank < peer:
@@ -40,7 +44,7 @@ class PeerSockets:
             if rank > peer:
                 _, found, _, _ = self._guard(peer, lambda c=connection: socket.recv_fds(c, 1, 1))
                 if not found:
-                    raise PeerLost(f"rank {peer} is gone (connecting): its connection closed")
+                    raise PeerLost(f"{self._place(peer)} is gone (connecting): its connection closed")
                 self._sockets[peer] = socket.socket(fileno=found[0])
         for connection in self._sockets.values():
             connection.settimeout(timeout_seconds)
@@ -66,7 +70,7 @@ class PeerSockets:
         theirs = theirs.rstrip(b"\0").decode(errors="replace")
         if (nbytes, theirs) != (payload.nbytes, label[:88]):
             raise CommMismatch(
-                f"rank {self._rank} waits for '{label}' of {payload.nbytes} bytes, rank {source} sent '{theirs}' of "
+                f"{self._place(self._rank)} waits for '{label}' of {payload.nbytes} bytes, {self._place(source)} sent '{theirs}' of "
                 f"{nbytes}: the ranks ran different schedules or shapes"
             )
         self._fill(payload, connection=connection, peer=source, label=label)
@@ -75,16 +79,19 @@ class PeerSockets:
         while view.nbytes:
             received = self._guard(peer, lambda v=view: connection.recv_into(v), label=label)
             if not received:
-                raise PeerLost(f"rank {peer} is gone: connection closed while waiting for {label}")
+                raise PeerLost(f"{self._place(peer)} is gone: connection closed while waiting for {label}")
             view = view[received:]
 
     def _guard(self, peer: int, call, *, label: str = "connecting"):
         try:
             return call()
         except TimeoutError as error:
-            raise PeerLost(f"rank {peer} did not move at {label} within {self._timeout:g} s") from error
+            raise PeerLost(f"{self._place(peer)} did not move at {label} within {self._timeout:g} s") from error
         except OSError as error:
-            raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
+            raise PeerLost(f"{self._place(peer)} is gone ({label}): {error}") from error
+
+    def _place(self, peer: int) -> str:
+        return place_of(self._ranks[peer])
 
     def close(self) -> None:
         """Closes all sockets. May be called from another thread; threads that wait then raise PeerLost."""

@@ -22,12 +22,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
-from ztk.core.policies.machine import place_of
+from ztk.core.policies.machine import place_of, ranks_text
 from ztk.core.runtime.comm.errors import CommMismatch
 from ztk.core.runtime.ending import end_with_process, forget, join_busy
 
@@ -228,16 +227,6 @@ class Watchdog:
 
     def _key(self, name: object) -> str:
         return f"{self._prefix}/{name}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """The numbers of ranks in a message, in few words though there may be thousands."""
-    steps = {after - before for before, after in pairwise(ranks)}
-    if len(ranks) > 2 and len(steps) == 1:
-        step = steps.pop()
-        return f"ranks {ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
-    listed = ", ".join(map(str, ranks[:_NAMED]))
-    return f"ranks {listed}" + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
 
 
 def _more(ranks: Sequence[int]) -> str:
