@@ -349,6 +349,12 @@ _STAGED = """
     class Staged(Plain):
         pipeline_plan = ["embedding", "layers", "output"]
 
+    class Cut(Staged):
+        tensor_plan = {"embedding": "vocabulary", "layers.*.first": "column", "layers.*.second": "row"}
+
+    class CutMisspelt(Staged):
+        tensor_plan = {"layers.*.third": "column"}
+
     class Scaled(Staged):
         def forward(self, tokens):
             x = self.embedding(tokens)
@@ -421,8 +427,9 @@ def stage(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[s
     ("model", "words"),
     [
         ("Staged", ("+model.tied=true", "loss._target_=staged.Weighing")),
+        ("Staged", ("topology.partition=products", "recompute=full")),  # the second stage has no block
         ("sequential", ("topology.schedule=interleaved", "topology.virtual_stages=2")),
-        ("listed", ()),
+        ("listed", ("recompute=full",)),
         ("losing", ("loss._target_=null",)),
     ],
 )
@@ -439,6 +446,14 @@ def test_pipeline_stages_of_own_models_train_as_one_rank(tmp_path, model, words)
     assert two["world_size"] == 2 and two["parameters"] == one["parameters"]
     assert two["first_loss"] == pytest.approx(one["first_loss"], rel=1e-6)
     assert two["final_loss"] == pytest.approx(one["final_loss"], rel=1e-5) and one["final_loss"] < one["first_loss"]
+
+
+def test_tensor_plans_of_own_models_act_on_stages_without_some_of_their_modules(tmp_path):
+    words = ("task=plan", "topology=tp2_pp2", "topology.partition=products", "recompute=full")
+    done = stage(tmp_path, "cut", "model._target_=staged.Cut", *words)
+    assert done.returncode == 0, done.stderr
+    refused = stage(tmp_path, "odd", "model._target_=staged.CutMisspelt", *words)
+    assert "tensor plan layers.*.third: the model has no such module" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,12 @@ from ztk.parallel.moe import metrics_of_experts, shard_experts
 from ztk.parallel.parallel_plan import Plan, check_states
 from ztk.parallel.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.parallel.pipeline.stages import layered, mark_copies, share_values, split
-from ztk.parallel.recompute import RecomputePolicy, recompute_blocks
+from ztk.parallel.recompute import RecomputeMode, RecomputePolicy, recompute_blocks
+from ztk.parallel.recompute.apply import blocks
 from ztk.parallel.sequence import cut_sequences
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.parallel.tensor import TensorPolicy, shard_tensors
+from ztk.parallel.tensor.shard import full_plan
 from ztk.train.engine.control import StepControl
 from ztk.train.engine.engine import Engine
 from ztk.train.engine.parts import warn_of_parts
@@ -146,7 +148,7 @@ def parallelize(
     _check_full_parameters(plan)
     apply_float8(plan)
     apply_fast_products(plan, fast_linear=fast_linear)
-    apply_pipeline(plan, sample_batch=sample_batch)
+    apply_pipeline(plan, sample_batch=sample_batch, is_cut_by_caller=parts is not None)
     apply_tensor(plan, parts=parts)
     if not model_divides_sequences:
         apply_sequence(plan, gathers_outputs=gathers_outputs)
@@ -276,9 +278,10 @@ def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
         raise ValueError(f"fast_linear=True has no effect on {device}: leave it out")
 
 
-def apply_pipeline(plan: Plan, *, sample_batch: object | None) -> None:
+def apply_pipeline(plan: Plan, *, sample_batch: object | None, is_cut_by_caller: bool = False) -> None:
     """Keeps only this rank's stages in the model, and records which parameters of the full model train.
 
+    A stage may have no block to recompute and no weight to cut, so both are looked for in the full model.
     Raises ValueError for a model that cannot be cut into stages, and for one with nothing to train.
     """
     model, comm = plan.model, plan.mesh.comm("pp")
@@ -289,6 +292,10 @@ def apply_pipeline(plan: Plan, *, sample_batch: object | None) -> None:
         plan.pipeline.check(num_ranks=comm.size, num_micro_batches=plan.accumulation_steps)
         layers = layered(model)
         plan.trained = layers.shapes()
+        if plan.recompute.mode is not RecomputeMode.none:
+            blocks(layers.whole(), policy=plan.recompute)
+        if plan.mesh.comm("tp").size > 1 and not is_cut_by_caller:
+            plan.full_tensors = full_plan(layers.whole(), policy=plan.tensor)
         plan.stages = getattr(model, "stages", None) or split(
             layers, policy=plan.pipeline, mesh=plan.mesh, sample_batch=sample_batch
         )
@@ -303,7 +310,7 @@ def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
     if parts is not None:
         plan.parts |= parts
     elif plan.mesh.comm("tp").size > 1:
-        plan.tensors = shard_tensors(plan.model, mesh=plan.mesh, policy=plan.tensor)
+        plan.tensors = shard_tensors(plan.model, mesh=plan.mesh, policy=plan.tensor, plan=plan.full_tensors)
         check_parts(plan.model, names=plan.float8)
         plan.tensors.check_dropout(plan.model)
         plan.parts |= plan.tensors.parts
@@ -393,7 +400,13 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
 
 def apply_recompute(plan: Plan) -> None:
     """Wraps the blocks whose activations are computed again in the backward."""
-    recompute_blocks(plan.model, policy=plan.recompute, comm=plan.mesh.comm("tp"), ledger=plan.memory)
+    recompute_blocks(
+        plan.model,
+        policy=plan.recompute,
+        comm=plan.mesh.comm("tp"),
+        ledger=plan.memory,
+        is_stage=plan.stages is not None,
+    )
 
 
 def place_buffers(plan: Plan) -> None:

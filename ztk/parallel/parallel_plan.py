@@ -23,6 +23,7 @@ from ztk.parallel.pipeline.stages import Stages
 from ztk.parallel.recompute import RecomputePolicy
 from ztk.parallel.tensor import TensorPolicy
 from ztk.parallel.tensor.shard import ShardedTensors
+from ztk.parallel.tensor.tensor_plan import TensorPlan
 from ztk.zero.buckets.context import stored_states
 from ztk.zero.offload import OffloadPolicy
 from ztk.zero.zero import Zero
@@ -36,6 +37,7 @@ class Plan:
     float8: names of weights that float8 products read.
     parts: this rank's box of the full parameter, by name. Parameters without an entry are full.
     tensors: result of `apply_tensor`, or None. stages: this rank's pipeline stages, or None. sharded: ZeRO over the model.
+    full_tensors: the tensor plan of the full model if this rank has stages of it, or None.
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class Plan:
     float8: frozenset[str] = frozenset()
     parts: dict[str, Part] = field(default_factory=dict)
     tensors: ShardedTensors | None = None
+    full_tensors: TensorPlan | None = None
     stages: Stages | None = None
     sharded: Zero | None = None
     deferred: DeferredGradients = field(default_factory=DeferredGradients)

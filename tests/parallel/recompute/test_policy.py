@@ -87,7 +87,7 @@ def test_partitioned_inputs_need_tensor_parallel_ranks():
 @pytest.mark.parametrize(
     ("model", "modules", "fix"),
     [
-        (nn.Linear(2, 2), (), "name the modules by recompute.modules"),
+        (nn.Linear(2, 2), (), "put the blocks into one, use recompute=none"),
         (build(), (r"layers\.\d+",), "no module has such a name"),
         (build(), (r"blocks\.0", r"blocks\.0\.up"), "lies inside blocks.0"),
     ],

@@ -83,6 +83,9 @@ class LayeredModel(Protocol):
     def shapes(self) -> dict[str, torch.Size]:
         """Name and shape of every trained parameter of the full model. Call it before `keep`."""
 
+    def whole(self) -> nn.Module:
+        """The modules of the full model under their names, on the meta device where they are not built. Call it before `keep`."""
+
     def keep(self, own: Collection[int]) -> None:
         """Drops modules that only layers outside `own` need. Parameters keep their names."""
 
@@ -95,6 +98,9 @@ class BuiltLayers:
 
     def shapes(self) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def whole(self) -> nn.Module:
+        return self.module
 
     def keep(self, own: Collection[int]) -> None:
         needed = {path for index in own for path in self.layers[index].modules}

@@ -106,6 +106,19 @@ class PipelineModule(nn.Module):
                 found |= {f"{path}.{name}": p.shape for name, p in _parameters(spec).items() if p.requires_grad}
         return found
 
+    def whole(self) -> nn.Module:
+        """All layers as modules, see `LayeredModel`."""
+        whole = PipelineModule([])
+        for index, spec in enumerate(self.specs):
+            module = _unbuilt(spec)
+            if isinstance(spec, TiedLayerSpec):
+                if "tied_modules" not in whole._modules:
+                    whole.tied_modules = nn.ModuleDict()
+                whole.tied_modules[spec.key] = module
+            elif module is not None:
+                whole.add_module(str(index), module)
+        return whole
+
     def keep(self, own: Collection[int]) -> None:
         """Builds the layers `own`."""
         for index in sorted(own):
@@ -225,9 +238,15 @@ def _kind(spec: object) -> str:
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", type(spec).__name__)
 
 
-def _parameters(spec: object) -> dict[str, nn.Parameter]:
-    """Parameters by name; a spec is built on the meta device to get them."""
+def _unbuilt(spec: object) -> nn.Module | None:
+    """The module of a layer, a spec's on the meta device; None for a function."""
     if isinstance(spec, LayerSpec):
         with torch.device("meta"):
             spec = spec.build()
-    return dict(spec.named_parameters()) if isinstance(spec, nn.Module) else {}
+    return spec if isinstance(spec, nn.Module) else None
+
+
+def _parameters(spec: object) -> dict[str, nn.Parameter]:
+    """Parameters by name."""
+    module = _unbuilt(spec)
+    return {} if module is None else dict(module.named_parameters())

@@ -14,11 +14,17 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def recompute_blocks(
-    model: nn.Module, *, policy: RecomputePolicy, comm: Comm | None = None, ledger: MemoryLedger | None = None
+    model: nn.Module,
+    *,
+    policy: RecomputePolicy,
+    comm: Comm | None = None,
+    ledger: MemoryLedger | None = None,
+    is_stage: bool = False,
 ) -> list[str]:
     """Turns the forwards of `model`'s blocks into regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
 
     comm: communicates between the tensor-parallel ranks for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
+    is_stage: `model` has only some modules of a model that `blocks` has accepted, and may have no block.
     Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
     fills a cache while it trains.
     """
@@ -33,7 +39,7 @@ def recompute_blocks(
             "recompute: model.config.use_cache is true, and a block that runs twice would add to the cache twice; set "
             "model.config.use_cache = False before training (`generate` may still ask for one)"
         )
-    chosen = blocks(model, policy=policy)[:: policy.every]
+    chosen = (_blocks(model, policy=policy) if is_stage else blocks(model, policy=policy))[:: policy.every]
     regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger)
     for _, module in chosen:
         _wrap(module, regions=regions)
@@ -45,19 +51,22 @@ def blocks(model: nn.Module, *, policy: RecomputePolicy) -> list[tuple[str, nn.M
 
     Raises ValueError for a pattern that matches nothing, and for a model without blocks.
     """
-    if not policy.modules:
-        found = _elements(model)
-        if not found:
-            raise ValueError(
-                "recompute: the model has no ModuleList, ModuleDict or Sequential of blocks (modules that have submodules); name "
-                "the modules by recompute.modules=['encoder\\\\.layer\\\\.\\\\d+']"
-            )
-        return found
-    named = list(model.named_modules())
+    found = _blocks(model, policy=policy)
     for pattern in policy.modules:
-        if not any(re.fullmatch(pattern, name) for name, _ in named):
+        if not any(re.fullmatch(pattern, name) for name, _ in found):
             raise ValueError(f"recompute.modules={pattern!r}: no module has such a name")
-    found = [(name, module) for name, module in named if any(re.fullmatch(p, name) for p in policy.modules)]
+    if not found:
+        raise ValueError(
+            "recompute: the model has no ModuleList, ModuleDict or Sequential of blocks (modules that have submodules); put the blocks into "
+            "one, use recompute=none, or, in a script, name the modules by RecomputePolicy(modules=[r'encoder\\.layer\\.\\d+'])"
+        )
+    return found
+
+
+def _blocks(model: nn.Module, *, policy: RecomputePolicy) -> list[tuple[str, nn.Module]]:
+    if not policy.modules:
+        return _elements(model)
+    found = [(name, m) for name, m in model.named_modules() if any(re.fullmatch(p, name) for p in policy.modules)]
     for outer, _ in found:
         for inner, _ in found:
             if inner.startswith(f"{outer}."):
@@ -68,13 +77,15 @@ def blocks(model: nn.Module, *, policy: RecomputePolicy) -> list[tuple[str, nn.M
 
 
 def _elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Elements of the outermost containers that have parameters and submodules, as transformer blocks have."""
+    """Elements of the outermost containers, and layers of a PipelineModule, that have parameters and submodules, as transformer blocks
+    have."""
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, *, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+            is_container = isinstance(module, _CONTAINERS) or getattr(module, "children_are_units", False)
+            is_element = is_container and not isinstance(child, _CONTAINERS)
             has_parameters = next(child.parameters(), None) is not None
             if is_element and has_parameters and next(child.children(), None) is not None:
                 found.setdefault(child, path)

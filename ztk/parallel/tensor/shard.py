@@ -56,15 +56,23 @@ class ShardedTensors:
                 parameter.register_hook(_summing(self.comm, name=name))
 
 
-def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> ShardedTensors:
+def full_plan(model: nn.Module, *, policy: TensorPolicy) -> TensorPlan:
+    """The plan of a full model. Raises ValueError for a model without a plan, and for a plan with modules that it has not."""
+    plan = plan_of(model) if policy.plan is None else TensorPlan.of(policy.plan)
+    plan.matches(model)
+    return plan
+
+
+def shard_tensors(
+    model: nn.Module, *, mesh: Mesh, policy: TensorPolicy, plan: TensorPlan | None = None
+) -> ShardedTensors:
     """Cuts `model` in place; parameters on the meta device stay there. A collective call along "tp".
 
+    plan: the `full_plan` of the model of which `model` is a pipeline stage.
     Raises ValueError for a plan that does not fit the model or the number of ranks.
     """
-    comm = mesh.comm("tp")
-    plan = plan_of(model) if policy.plan is None else TensorPlan.of(policy.plan)
-    matched = plan.matches(model)
-    staged = hasattr(model.forward, "num_stages")
+    comm, staged = mesh.comm("tp"), plan is not None
+    matched = (plan or full_plan(model, policy=policy)).matches(model, is_stage=staged)
     if policy.sequence_parallel and not staged and not any(r.style is Style.vocabulary for r in matched.values()):
         raise ValueError(
             "topology.sequence_parallel=true: the model's tensor plan does not cut its embedding; use false"

@@ -36,15 +36,16 @@ class TensorPlan:
             rules[pattern] = replace(rule, style=Style.column_gathered) if rule.style is Style.head else rule
         return TensorPlan(rules=rules)
 
-    def matches(self, model: nn.Module) -> dict[str, TensorRule]:
-        """Module name -> rule, in order of definition. Raises ValueError for a pattern without a matching module."""
+    def matches(self, model: nn.Module, *, is_stage: bool = False) -> dict[str, TensorRule]:
+        """Module name -> rule, in order of definition. Raises ValueError for a pattern without a matching module, unless `model` is a
+        pipeline stage, which has only some of the modules."""
         found, unused = {}, set(self.rules)
         for name, _ in model.named_modules():
             for pattern, rule in self.rules.items():
                 if _matches(name, pattern=pattern):
                     found[name] = rule
                     unused.discard(pattern)
-        if unused:
+        if unused and not is_stage:
             raise ValueError(
                 f"tensor plan {sorted(unused)[0]}: the model has no such module; name modules as model.named_modules() does, "
                 "with * for a part of a name"
@@ -89,7 +90,7 @@ def _decoder_plan(model: Decoder) -> TensorPlan:
     ):  # a value per token, copied on every rank
         del rules["head"], rules["loss"]
     here = TensorPlan(rules=rules)
-    names = [name for name, _ in model.named_modules()]  # a pipeline stage has only some of them
+    names = [name for name, _ in model.named_modules()]  # a model whose weights are tied has no head
     return TensorPlan(
         rules={
             pattern: rule
