@@ -1,11 +1,14 @@
 """The wheel without the checkout: in a fresh environment, the command `ztk` behaves like `python run.py`."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+import ztk
+import ztk.deepspeed
 from tests.commands import run_command
 from tests.wheel import CHECKOUT, install_wheel, start
 
@@ -74,3 +77,41 @@ def test_its_help_and_exit_codes_equal_run_pys(installed, tmp_path):
         assert [done.returncode for done in told] == [code, code]
         assert told[0].stdout == told[1].stdout and told[0].stderr == told[1].stderr
     assert "zero: ddp, fsdp2, stage0" in start(installed / "python", "-m", "ztk", "--help", cwd=tmp_path).stdout
+
+
+def _members(name: str) -> list[str]:
+    """Public members of a public class of ztk that its own classes define."""
+    cls = getattr(ztk, name)
+    own = [one for one in cls.__mro__ if one.__module__.startswith("ztk.")] if inspect.isclass(cls) else []
+    return sorted(
+        {member for one in own for member in (*vars(one), *one.__annotations__) if not member.startswith("_")}
+    )
+
+
+def _check_types(code: str, *, installed: Path, folder: Path) -> list[str]:
+    """A line for each finding of pyrefly's strict check of a user's file, revealed types included."""
+    (folder / "user.py").write_text(code)
+    options = ("--preset", "strict", "--min-severity", "info", "--output-format", "min-text")
+    command = (sys.executable, "-m", "pyrefly", "check", "--python-interpreter-path", installed / "python", *options)
+    done = start(*command, "user.py", cwd=folder)
+    return [line.strip() for line in done.stdout.splitlines() if "user.py:" in line]
+
+
+def test_a_type_checker_finds_a_type_for_every_public_name(installed, tmp_path):
+    code = ["import typing", "import ztk", "import ztk.deepspeed"]
+    code += [f"typing.reveal_type(ztk.deepspeed.{name})" for name in ztk.deepspeed.__all__]
+    for name in ztk.__all__:
+        code.append(f"typing.reveal_type(ztk.{name})")
+        if members := _members(name):
+            code += [f"typing.reveal_type(ztk.{name}.__init__)", f"def of_{name}(x: ztk.{name}) -> None:"]
+            code += [f"    typing.reveal_type(x.{member})" for member in members]
+    found = _check_types("\n".join(code), installed=installed, folder=tmp_path)
+    assert len(found) == sum("reveal_type" in line for line in code)
+    faults = [line for line in found if not line.startswith("INFO") or "Unknown" in line or ": object [" in line]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_type_checker_reports_a_misspelt_name_and_key(installed, tmp_path):
+    code = "import ztk\nztk.paralelize\nztk.ZeroPolicy(stages=3)\n"
+    found = _check_types(code, installed=installed, folder=tmp_path)
+    assert [line.split(":")[:2] for line in found] == [["ERROR user.py", "2"], ["ERROR user.py", "3"]], found

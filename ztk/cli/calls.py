@@ -23,7 +23,7 @@ from ztk.report.sweep import SWEEP, read_sweep
 if TYPE_CHECKING:
     from ztk.report.history import Runs
 
-ConfigDir = str | os.PathLike | Sequence[str | os.PathLike] | None
+ConfigDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _TAIL_LINES = 60
 _TERMINAL = (
     "FORCE_COLOR",
@@ -46,7 +46,7 @@ class RunFailed(RuntimeError):
 
 def run(
     *overrides: str,
-    folder: str | os.PathLike | None = None,
+    folder: str | os.PathLike[str] | None = None,
     config_dir: ConfigDir = None,
     quiet: bool = False,
     **keys: Any,
@@ -81,7 +81,7 @@ def run(
 
 def sweep(
     *overrides: str,
-    folder: str | os.PathLike | None = None,
+    folder: str | os.PathLike[str] | None = None,
     config_dir: ConfigDir = None,
     check: bool = True,
     quiet: bool = False,
@@ -165,7 +165,7 @@ def _text(value: Any) -> str:
     return written(value)
 
 
-def _place(folder: str | os.PathLike | None, *, parent: str) -> Path:
+def _place(folder: str | os.PathLike[str] | None, *, parent: str) -> Path:
     """Returns the folder of the run. Defaults to the name that `conf/config.yaml` gives new runs."""
     return Path(folder or Path(parent, f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")).absolute()
 

@@ -38,7 +38,7 @@ def plan_run(*overrides: str, config_dir: ConfigDir = None, **keys: Any) -> "Pla
 
 def search_layouts(
     *overrides: str,
-    folder: str | os.PathLike | None = None,
+    folder: str | os.PathLike[str] | None = None,
     config_dir: ConfigDir = None,
     quiet: bool = False,
     **keys: Any,

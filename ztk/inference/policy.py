@@ -155,7 +155,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     seed: int = 0
-    draw_key: tuple | int = ()
+    draw_key: tuple[object, ...] | int = ()
     logprobs: int = 0
     prompt_logprobs: bool = False
     vocabulary: int | None = None

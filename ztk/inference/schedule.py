@@ -71,6 +71,7 @@ class Scheduler:
     def _works(self) -> list[Work]:
         """Sequences that draw a token first, then prompts, within the budget of tokens and, where some draw, of seconds."""
         budget, works = self._policy.max_step_tokens, []
+        assert budget is not None, "set where the model is opened"
         ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
         found = self._drafts(ready[:budget], room=budget - len(ready))
         for sequence in ready[:budget]:

@@ -45,8 +45,8 @@ class DeferredGradients:
             if hasattr(module, "defer_weight_gradients"):
                 # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
                 module.defer_weight_gradients(self)
-            elif isinstance(getattr(module, "product", None), Float8Product):
-                module.product = replace(module.product, deferred=self)
+            elif isinstance(product := getattr(module, "product", None), Float8Product):
+                module.product = replace(product, deferred=self)
             elif "forward" in vars(module):
                 continue
             elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):

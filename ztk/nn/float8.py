@@ -171,7 +171,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     elements = {child for module in model.modules() if isinstance(module, _LISTS) for child in module.children()}
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if type(module) not in (nn.Linear, Linear):
+        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, Linear):
             continue
         above = name.split(".")[:-1]
         parent = modules[".".join(above)]

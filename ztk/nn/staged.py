@@ -4,8 +4,9 @@ They read only `args` and `kwargs` of a micro-batch. Ranks of middle stages may 
 or None.
 """
 
+from dataclasses import Field
 from itertools import chain
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 
 class Arguments(Protocol):
-    """The arguments of one call of a model."""
+    """The arguments of one call of a model, a dataclass."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     args: tuple
     kwargs: dict
 

@@ -98,7 +98,7 @@ class Runs(NamedTuple):
         return self.runs[self.runs["status"] == Status.done.value]
 
 
-def load(path: str | os.PathLike) -> Runs:
+def load(path: str | os.PathLike[str]) -> Runs:
     """Reads every run folder at or below `path`, and the jobs of sweeps without a folder yet. `status` is as in `ztk.report.status`.
 
     The column `run` is the folder relative to `path` ("." for `path` itself). Bytes of a tier that a finished run did not use are 0.

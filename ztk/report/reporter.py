@@ -284,7 +284,7 @@ class Reporter:
             self.say(f"not the configuration's, as the program has it: {pairs}")
 
     def _outlets(self, step: int) -> Iterator[_Outlet]:
-        if self._folder is not None:
+        if self._folder is not None and self._progress is not None:
             yield self._folder
             yield self._progress
         if self._tracker is not None and (step % self._policy.tracker_every == 0 or step == self._policy.total_steps):

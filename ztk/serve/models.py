@@ -149,7 +149,7 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
         tokenizer=Bytes(chat_stop=stop if has_chats else None)
         if tokenizer is None
         else Subword(tokenizer, has_chats=has_chats, by_template=by_template),
-        ends=tuple(sorted(ends - {None})),
+        ends=tuple(sorted(end for end in ends if end is not None)),
         vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
         begin=() if tokenizer is None else tokenizer.begin,
         first=_first_of(config) if tokenizer is None else tokenizer.end,

@@ -224,6 +224,7 @@ class Saving:
             made = {} if destination is None else destination
             made |= {f"{prefix}{name}": value for name, value in full.items()}
             return made
+        # pyrefly: ignore[bad-specialization]  # torch takes None, its annotation does not
         state: Any = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for name, parameter in self.module.named_parameters():
             if exclude_frozen_parameters and not parameter.requires_grad:

@@ -32,18 +32,18 @@ from ztk.zero.parameters.construction import construction_suspended
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable | None = None,
-    model_parameters: Iterable | None = None,
-    training_data: Dataset | None = None,
-    lr_scheduler: object | Callable | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: object | Callable[..., object] | None = None,
     distributed_port: int = DEFAULT_PORT,
     mpu: object = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     config: object = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: object = None,
-) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader | None, object | None]:
+) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader[Any] | None, object | None]:
     """DeepSpeed's `initialize`. Returns (engine, optimizer, dataloader, lr_scheduler). A collective call.
 
     args: may have `deepspeed_config`, the path of the configuration.

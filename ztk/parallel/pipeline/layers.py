@@ -20,8 +20,8 @@ class MicroBatch:
     pipeline only ranks with the last stage call it. If omitted, the model's output is the loss.
     """
 
-    args: tuple = ()
-    kwargs: dict = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     token_weight: float | None = None
     loss_of: Callable[[Any], Tensor] | None = None
@@ -44,7 +44,7 @@ class MicroBatch:
         """The weight of its routers' losses."""
         return self.weight if self.token_weight is None else self.token_weight
 
-    def run(self, model: Callable) -> Any:
+    def run(self, model: Callable[..., Any]) -> Any:
         """Returns the output of `model`, or the result of `loss_of`."""
         return model(*self.args, **self.kwargs) if self.loss_of is None else self.loss_of(model)
 

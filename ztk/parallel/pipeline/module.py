@@ -45,7 +45,7 @@ class TiedLayerSpec(LayerSpec):
         key: str,
         typename: type[nn.Module],
         *module_args: Any,
-        forward_fn: Callable | None = None,
+        forward_fn: Callable[..., Any] | None = None,
         tied_weight_attr: str | Sequence[str] = "weight",
         **module_kwargs: Any,
     ) -> None:
@@ -69,14 +69,14 @@ class PipelineModule(nn.Module):
 
     children_are_units = True  # for ZeRO: each layer is a unit
     recompute_interval: int = 0
-    recompute: Callable = staticmethod(partial(checkpoint, use_reentrant=False))
+    recompute: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
     stages: object | None = None
 
     def __init__(
         self,
-        layers: Sequence[LayerSpec | nn.Module | Callable],
+        layers: Sequence[LayerSpec | nn.Module | Callable[..., Any]],
         *,
-        loss_fn: Callable | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         base_seed: int | None = 1234,
         seed_fn: Callable[[int], object] | None = None,
     ) -> None:

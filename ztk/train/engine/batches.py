@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from ztk.nn.balance import weighing
 from ztk.parallel.pipeline.layers import MicroBatch
 
 
-def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
+def take(micro_batches: Iterable[Any], *, count: int) -> list[MicroBatch]:
     """Returns the next `count` micro-batches. Raises ValueError if there are fewer."""
     taken = [MicroBatch.of(batch) for batch in islice(micro_batches, count)]
     if len(taken) < count:
@@ -72,7 +73,7 @@ class BatchEngine:
         """Disables gradients and sets eval mode. On exit every submodule returns to its previous mode."""
         return in_eval_mode(self.module)
 
-    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
+    def train_batch(self, micro_batches: Iterable[Any], *, before_step: Callable[[], None] | None = None) -> Tensor:
         """Runs one optimizer step over the next `accumulation_steps` micro-batches.
 
         Returns this replica's mean loss, a scalar on the device.
@@ -101,11 +102,11 @@ class BatchEngine:
             self.backward(loss)
         return loss.detach()
 
-    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+    def eval_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
         with self.evaluating():
             return self._losses(micro_batches).mean()
 
-    def _losses(self, micro_batches: Iterable) -> Tensor:
+    def _losses(self, micro_batches: Iterable[Any]) -> Tensor:
         """The loss of each of `micro_batches`: [n] on the device."""
         return torch.stack([batch.weigh(batch.run(self)) for batch in map(MicroBatch.of, micro_batches)])

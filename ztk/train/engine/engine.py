@@ -294,12 +294,12 @@ class Engine(BatchEngine):
         """Drops the gradients since the last step, after a batch that failed half way. A collective call."""
         self.zero.discard_gradients()
 
-    def compute(self, micro_batches: Iterable) -> list[Any]:
+    def compute(self, micro_batches: Iterable[Any]) -> list[Any]:
         """Returns the output of each micro-batch, or the result of its `loss_of`, on every rank that shares the model. No gradients."""
         with torch.no_grad():
             return [batch.run(self) for batch in map(MicroBatch.of, micro_batches)]
 
-    def eval_losses(self, micro_batches: Iterable) -> Tensor:
+    def eval_losses(self, micro_batches: Iterable[Any]) -> Tensor:
         """Returns the loss of each of `micro_batches`, without gradients and in eval mode: [n] on the device. A collective call.
 
         Needs at least one micro-batch, and the same number on every rank. With sequence parallelism, each rank has a part of the loss,

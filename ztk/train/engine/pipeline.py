@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ class PipelineEngine(Engine):
         """Whether this rank computes the loss."""
         return self.process.mesh.is_last_stage
 
-    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
+    def train_batch(self, micro_batches: Iterable[Any], *, before_step: Callable[[], None] | None = None) -> Tensor:
         """Runs one optimizer step. Returns this replica's mean loss, a scalar on the device, on every rank of the pipeline.
 
         micro_batches: the first `accumulation_steps` of them are used: tuples of arguments, dicts of keyword arguments, or `MicroBatch`.
@@ -92,20 +93,20 @@ class PipelineEngine(Engine):
         self.step()
         return self.share(torch.stack(losses).float().mean() if self.is_last_stage else None)
 
-    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+    def eval_batch(self, micro_batches: Iterable[Any]) -> Tensor:
         """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on every rank of the
         pipeline.
         """
         losses = self._eval_losses(micro_batches)
         return self.share(None if losses is None else torch.stack(losses).float().mean())
 
-    def eval_losses(self, micro_batches: Iterable) -> Tensor:
+    def eval_losses(self, micro_batches: Iterable[Any]) -> Tensor:
         """Returns the same as `Engine.eval_losses` on the last stage. All other stages return zeros."""
         batches = list(micro_batches)
         losses = self._eval_losses(batches)
         return torch.zeros(len(batches), device=self.process.device) if losses is None else torch.stack(losses)
 
-    def _eval_losses(self, micro_batches: Iterable) -> list[Tensor] | None:
+    def _eval_losses(self, micro_batches: Iterable[Any]) -> list[Tensor] | None:
         batches = [MicroBatch.of(batch) for batch in micro_batches]
         with self.evaluating():
             outputs = self.forward_batches(batches)
@@ -120,7 +121,7 @@ class PipelineEngine(Engine):
         """
         return self.compute([MicroBatch(args=args, kwargs=kwargs)])[0]
 
-    def compute(self, micro_batches: Iterable) -> list[Carry]:
+    def compute(self, micro_batches: Iterable[Any]) -> list[Carry]:
         """Returns the same as `Engine.compute`. The last stage's results are sent to all ranks of the pipeline."""
         with torch.no_grad():
             outputs = self.forward_batches([MicroBatch.of(batch) for batch in micro_batches])

@@ -132,7 +132,9 @@ class StateOffloader:
                     # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot
                     yield slot.tensor, slice(None), category
         if StateKind.lp_params in kinds:
-            yield from ((bucket.full, slice(None), "parameters") for bucket in self._unsharded)
+            yield from (
+                (bucket.full, slice(None), "parameters") for bucket in self._unsharded if bucket.full is not None
+            )
         if StateKind.lp_grads in kinds:
             yield from ((full, slice(None), "gradients") for full in self._reduction.resident_buffers())
 

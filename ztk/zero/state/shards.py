@@ -1,6 +1,6 @@
 """The state for a checkpoint: every element once over all ranks, in ranges of one parameter and kind."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ class ModelState:
                 for fragment in piece.fragments:
                     yield StateSlice(dtype=dtype, **self._address(fragment, kind=kind, bucket=bucket))
 
-    def shards(self, *, aside: bool = False) -> Iterator[StateShard]:
+    def shards(self, *, aside: bool = False) -> Generator[StateShard, None, None]:
         """Every state element of the model exactly once over all ranks. A shard's values are valid until the next one.
 
         aside: for another thread than the training thread, after `before_change`; pieces pass through separate memory.

@@ -104,6 +104,7 @@ class PieceStates:
             values = store.fetch_into(piece.average, out=memory.view(torch.float32)).wait()
         else:
             values = store.fetch(piece.average).wait()
+        assert values is not None, "a fetch has a value"
         yield {AVERAGE: values}
         if changes:
             store.put(piece.average, value=values).wait()
@@ -119,6 +120,7 @@ class PieceStates:
         """The tensor of a slot of the piece's optimizer store. It is written back at the end."""
         assert slot is not None, "of a trained piece"
         fetched = piece.stores.optimizer.fetch(slot).wait()
+        assert fetched is not None, "a fetch has a value"
         try:
             yield fetched
         finally:  # a failed change must not keep a buffer of the pool
@@ -136,6 +138,7 @@ class PieceStates:
             yield piece.of(bucket.gradient.full)
             return
         gradient = piece.stores.gradients.fetch(piece.gradient).wait()
+        assert gradient is not None, "a fetch has a value"
         try:
             yield gradient
         finally:
