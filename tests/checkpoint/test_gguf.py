@@ -20,6 +20,7 @@ from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.checkpoint.gguf import reading
 from ztk.checkpoint.gguf.families import config_of, metadata_of
+from ztk.checkpoint.gguf.general import read_general
 from ztk.checkpoint.gguf.reading import model_folder, unpack
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer, write_tokenizer
 from ztk.checkpoint.gguf.writing import export_gguf
@@ -29,6 +30,15 @@ from ztk.serve.models import open_model
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma")
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
+CARD = """---
+license: other
+license_name: mine-1.0
+version: 2
+language: [en, de]
+base_model: someone/Base
+---
+# A model
+"""
 TEXT = "Hello, it's 12345!\n\n<|im_start|>Hi  there<|im_end|> \u00fcber"
 
 
@@ -102,6 +112,61 @@ def test_tokenizer_template_and_end_tokens_come_back(tmp_path):
     assert own.encode(TEXT) == back.encode(TEXT) and own.decode(own.encode(TEXT)) == back.decode(own.encode(TEXT))
     assert (own.chat_template, own.eos_token) == (back.chat_template, back.eos_token)
     assert own.eos_token_id in open_model(str(tmp_path / "back")).ends
+
+
+def general(file: Path) -> dict[str, object]:
+    fields = gguf.GGUFReader(file).fields
+    return {key: (fields[key].types, fields[key].contents()) for key in fields if key.startswith("general.")}
+
+
+def test_keys_that_describe_a_model_come_back(tmp_path):
+    """Whatever a file has, with its types; the kind of the tensors is the file's own."""
+    save(tmp_path / "own", family="llama")
+    (tmp_path / "own" / "README.md").write_text(CARD)
+    export_gguf(tmp_path / "own", to=tmp_path / "first.gguf")
+    found = {key: value for key, (_, value) in general(tmp_path / "first.gguf").items()}
+    assert found == found | {
+        "general.name": "own",
+        "general.license": "other",
+        "general.license.name": "mine-1.0",
+        "general.version": "2",
+        "general.languages": ["en", "de"],
+        "general.base_model.count": 1,
+        "general.base_model.0.name": "Base",
+        "general.base_model.0.repo_url": "https://huggingface.co/someone/Base",
+    }
+    writer, reader = gguf.GGUFWriter(tmp_path / "more.gguf", "llama"), gguf.GGUFReader(tmp_path / "first.gguf")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
+    writer.add_string("general.author", "Somebody")
+    writer.add_float64("general.sampling.temp", 0.1)
+    writer.add_int32("general.sampling.top_k", -1)
+    writer.add_array("general.numbers", [0.5, 0.25])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unpack(tmp_path / "more.gguf", to=tmp_path / "back")
+    export_gguf(tmp_path / "back", to=tmp_path / "again.gguf", kind="Q8_0")
+    first, again = (general(tmp_path / name) for name in ("more.gguf", "again.gguf"))
+    assert {key: first[key] for key in first if key != "general.file_type"} == {
+        key: again[key] for key in again if key != "general.file_type"
+    }
+    (tmp_path / "back" / "gguf_general.json").write_text('{"general.author": [["STRING"], 3]}')
+    with pytest.raises(
+        ValueError, match=r"gguf_general.json: does not hold keys of a GGUF file \(TypeError: 3 is no STRING"
+    ):
+        export_gguf(tmp_path / "back", to=tmp_path / "third.gguf")
+
+
+@pytest.mark.parametrize("header", ["a: &a [1]\nb: {<<: *a}", "license: [", "license: mit\n" + "#" * (1 << 20)])
+def test_cards_that_cannot_be_read_are_left_out(header, tmp_path, caplog):
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+    assert read_general(tmp_path, name="own", library=gguf) == {"general.name": (["STRING"], "own")}
+    assert "README.md: its header is not read" in caplog.text
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
@@ -364,7 +429,12 @@ def test_a_file_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"model.gguf.*: blk\..* differs from what was written"):
         export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", write)
-    monkeypatch.setattr(gguf.GGUFWriter, "add_name", lambda self, name: self.add_string("general.name", "another"))
+    add = gguf.GGUFWriter.add_key_value
+
+    def other(self, key, value, *kinds):
+        add(self, key, "another" if key == "general.name" else value, *kinds)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", other)
     with pytest.raises(CheckpointError, match="general.name differs from what was written"):
         export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     assert not list(tmp_path.glob("model.gguf*"))

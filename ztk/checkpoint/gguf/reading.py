@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ztk.checkpoint.folder import sync_folder
 from ztk.checkpoint.gguf.families import as_transformers, config_of, to_transformers
+from ztk.checkpoint.gguf.general import write_general
 from ztk.checkpoint.gguf.tokenizer import write_tokenizer
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 
@@ -104,6 +105,7 @@ def unpack(file: str | os.PathLike, *, to: str | os.PathLike) -> None:
     dtype = torch.float32 if widened else _DTYPES[reader.tensors[0].tensor_type.name]
     folder.mkdir(parents=True)
     write_tokenizer(metadata, folder=folder, file=named)
+    write_general(reader.fields, folder=folder)
     _write_weights(tensors, config=config, path=folder / "model.safetensors")
     ends = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in _ENDS}
     written = config | ends | {"dtype": str(dtype).removeprefix("torch.")}

@@ -18,6 +18,7 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import ExportReport, Weights, full_manifest, new_file, run_tokenizer
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.gguf.families import as_gguf, check_biases, metadata_of, to_gguf
+from ztk.checkpoint.gguf.general import Value, add_general, read_general
 from ztk.checkpoint.gguf.reading import gguf_library
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer
 from ztk.checkpoint.sources import SafetensorsSource
@@ -32,11 +33,11 @@ _HEADS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """A model in a checkpoint or in a transformers folder. tokenizer: folder with its files. full: name -> tensor in its shape. name: for
-    `general.name`.
+    """A model in a checkpoint or in a transformers folder. tokenizer: folder with its files. full: name -> tensor in its shape. general: the
+    keys that describe it; see `read_general`.
     """
 
-    name: str
+    general: dict[str, Value]
     config: dict[str, Any]
     tokenizer: Path
     names: list[str]
@@ -79,7 +80,7 @@ def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
             raise ValueError(f"--format gguf: {path} has no safetensors files; save the model by save_pretrained")
         source = SafetensorsSource(files)
         yield _Model(
-            name=path.resolve().name,
+            general=read_general(path, name=path.resolve().name, library=gguf_library()),
             config=config,
             tokenizer=path,
             names=[name for _, name in source.shapes()],
@@ -95,13 +96,15 @@ def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
     step = resolve(path)
     with closing(Weights(manifest, dtype=torch.float32, names=names, ema=ema, is_merged=merges(manifest))) as weights:
         own = [spec.key for spec in weights.specs]
-        name = (run_folder(step) or step).name
-        yield _Model(name=name, config=config, tokenizer=run_tokenizer(step) or step, names=own, full=weights.full)
+        general = {"general.name": (["STRING"], (run_folder(step) or step).name)}
+        yield _Model(
+            general=general, config=config, tokenizer=run_tokenizer(step) or step, names=own, full=weights.full
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """The content of a file. tensors: name -> crc32 of the bytes."""
+    """The content of a file. metadata: values that a reader returns. tensors: name -> crc32 of the bytes."""
 
     metadata: dict[str, Any]
     tensors: dict[str, int]
@@ -114,7 +117,7 @@ def _write(model: _Model, *, path: Path, kind: str, library: Any) -> _Written:
     metadata = {f"{architecture}.{key}": value for key, value in sizes.items()} | tokenizer
     try:
         writer.add_type("model")
-        writer.add_name(model.name)
+        add_general(writer, model.general, library=library)
         writer.add_file_type(library.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(library.GGML_QUANT_VERSION)
         for key, value in metadata.items():
@@ -122,7 +125,8 @@ def _write(model: _Model, *, path: Path, kind: str, library: Any) -> _Written:
         tensors = _write_tensors(model, writer=writer, kind=kind, library=library)
     finally:
         writer.close()
-    return _Written(metadata=metadata | {"general.name": model.name}, tensors=tensors)
+    read = {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in metadata.items()}
+    return _Written(metadata=read | {key: value for key, (_, value) in model.general.items()}, tensors=tensors)
 
 
 def _check_written(path: Path, *, written: _Written, library: Any) -> None:
@@ -133,10 +137,7 @@ def _check_written(path: Path, *, written: _Written, library: Any) -> None:
         found = {tensor.name: zlib.crc32(np.ascontiguousarray(tensor.data)) for tensor in reader.tensors}
     except Exception as error:  # the package raises errors of many kinds for a damaged file
         raise CheckpointError(f"{path} cannot be read after it was written ({error}): write it again") from error
-    expected = {
-        key: float(np.float32(value)) if isinstance(value, float) else value for key, value in written.metadata.items()
-    }
-    differing = [key for key, value in expected.items() if key not in metadata or metadata[key] != value]
+    differing = [key for key, value in written.metadata.items() if key not in metadata or metadata[key] != value]
     differing += sorted(name for name, _ in found.items() ^ written.tensors.items())
     if differing:
         raise CheckpointError(f"{path}: {differing[0]} differs from what was written: write it again on another disk")
