@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailed, RankPool
-from ztk.core.runtime.comm import Comm
+from ztk.core.runtime.comm import Comm, nccl
 from ztk.core.runtime.comm.gloo import GlooTransport
 from ztk.core.runtime.comm.nccl import NcclTransport
 from ztk.core.runtime.comm.shared_memory import SharedMemoryTransport
@@ -247,13 +247,13 @@ def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
 def test_nccl_sums_activations_in_one_collective_and_gradients_in_shards(monkeypatch):
     """Counts a transport's calls, without NCCL."""
     called = []
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: called.append(name) or mock.Mock())
+    for module, name in ((dist, "all_reduce"), (nccl, "reduce_scatter_single"), (nccl, "all_gather_single")):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: called.append(name) or mock.Mock())
     group = mock.Mock()
     group.rank.return_value, group.size.return_value = 0, 2
     comm = Comm(NcclTransport(group=group), rank=0, size=2, device=torch.device("cpu"))
     comm.all_reduce(torch.ones(4), label="gradients")
-    assert called == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+    assert called == ["reduce_scatter_single", "all_gather_single"]
     called.clear()
     comm.all_reduce(torch.ones(4), label="activations", in_shard_order=False)
     assert called == ["all_reduce"]

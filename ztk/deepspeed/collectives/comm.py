@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ztk.core.runtime import Comm
+from ztk.core.runtime.comm.nccl import all_gather_single, reduce_scatter_single
 from ztk.deepspeed.collectives.log import CommsLog, table
 from ztk.deepspeed.start import process
 from ztk.deepspeed.tools.timers import now
@@ -182,7 +183,7 @@ init_distributed = process.init_distributed
 @_logged
 def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group=None, async_op: bool = False):
     """torch.distributed's `all_gather_into_tensor`."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
@@ -210,7 +211,7 @@ def all_reduce_coalesced(tensors: list[Tensor], op=ReduceOp.SUM, group=None, asy
 @_logged
 def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
     """torch.distributed's `reduce_scatter_tensor`."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):

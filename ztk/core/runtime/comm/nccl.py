@@ -7,6 +7,10 @@ from torch import Tensor
 
 from ztk.core.runtime.comm.transport import Transport
 
+# torch 2.13 renamed these functions and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class NcclTransport(Transport):
     """Collectives return at once. `wait()` on the returned work orders the current stream after them.
@@ -26,10 +30,10 @@ class NcclTransport(Transport):
 
     def all_gather(self, full: Tensor, *, label: str) -> dist.Work:
         own = full.chunk(self._size)[self._rank]
-        return dist.all_gather_into_tensor(full, own, group=self._group, async_op=True)
+        return all_gather_single(full, own, group=self._group, async_op=True)
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> dist.Work:
-        return dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
+        return reduce_scatter_single(out, full, group=self._group, async_op=True)
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work:
         scattered = self.reduce_scatter(full, out=own, label=label)
