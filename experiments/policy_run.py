@@ -11,7 +11,6 @@ from ztk import checkpoint
 from ztk.config import Config, open_environments, to_yaml
 from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
-from ztk.core.runtime.comm import connect_groups
 from ztk.experiments import policies
 from ztk.experiments.alignment import start_from
 from ztk.experiments.best import Best
@@ -187,8 +186,7 @@ def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
     if size == 1:
         return CachedRollouts(actor)
     groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
-    options = {"local_world_size": process.local_world_size, "timeout_seconds": process.timeout_seconds}
-    return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))
+    return CachedRollouts(actor, comm=process.connect(groups))
 
 
 def rollout_policy(

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ class PlannedProcess(Process):
         )
         return process.arrange(topology)
 
-    def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
+    def connect(self, groups: Sequence[Sequence[int]]) -> Comm:
         own = next(group for group in groups if self.rank in group)
         return _connect(
             self.rank, members=own, ranks_per_node=self.local_world_size, lanes=self.lanes, letters=self.letters

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,10 +78,11 @@ class Process:
             elif axis in ("expert_data", "inter_node") and groups == of_data:  # that axis is not cut
                 comms[axis] = comms["data"]
             else:
-                comms[axis] = self._connect(groups)
+                comms[axis] = self.connect(groups)
         return replace(self, mesh=Mesh(topology, world=self.comm, comms=comms))
 
-    def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
+    def connect(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """This rank's `Comm` for a partition of the world into `groups`. A collective call: every rank makes it with the same groups."""
         return connect_groups(
             groups,
             device=self.device,

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ztk.core.runtime import Comm
-from ztk.core.runtime.comm import connect_groups
 from ztk.deepspeed.config import read_source
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.modules import ActivationCheckpointing, read_activation_checkpointing
@@ -289,9 +288,4 @@ def _tensor_parallel_comm(mpu: object) -> Comm:
         return group
     process = this_process()
     groups = process.comm.gather_objects(tuple(dist.get_process_group_ranks(group)))
-    return connect_groups(
-        list(dict.fromkeys(groups)),
-        device=process.device,
-        local_world_size=process.local_world_size,
-        timeout_seconds=process.timeout_seconds,
-    )
+    return process.connect(list(dict.fromkeys(groups)))
