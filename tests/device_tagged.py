@@ -135,6 +135,7 @@ def gpu_tensors() -> Iterator[Record]:
         "get_rng_state": lambda device=None: None,  # no random numbers are drawn on a GPU
         "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: None,
+        "get_device_capability": lambda device=None: (9, 0),  # `torch.distributed.broadcast` reads it
         "cudart": lambda: record,
         "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
         "memory_reserved": lambda device=None: 0,

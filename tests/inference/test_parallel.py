@@ -11,6 +11,7 @@ from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
 from tests.inference.test_own_modules import OTHERS, build_other
 from tests.inference.test_room import LONG, UNIT
+from tests.late_nccl import LateRanks
 from ztk.core.runtime import PeerLost
 from ztk.core.runtime.comm.comm import INLINE_BYTES
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
@@ -39,6 +40,12 @@ OWN = {
 }
 
 
+@pytest.fixture
+def late_ranks(ranks):
+    """Pools of ranks with late collectives. Ranks that fail use `ranks`, whose transport tells the others at once."""
+    return lambda world_size: LateRanks(ranks(world_size))
+
+
 def made(name: str):
     if name in OTHERS:
         return build_other(name)
@@ -63,8 +70,10 @@ def answers_of_both(process: ztk.Process, *, names: list[str], weights: str) -> 
 
 
 @pytest.mark.parametrize("names", [FOREIGN, list(OWN), list(OTHERS)], ids=["transformers", "native", "own modules"])
-def test_two_ranks_have_the_tokens_of_one(ranks, names):
-    for name, (two, one) in zip(names, ranks(2).run(answers_of_both, names=names, weights="stored")[0], strict=True):
+def test_two_ranks_have_the_tokens_of_one(late_ranks, names):
+    for name, (two, one) in zip(
+        names, late_ranks(2).run(answers_of_both, names=names, weights="stored")[0], strict=True
+    ):
         assert [tokens for tokens, _ in two] == [tokens for tokens, _ in one], name
         for (_, cut), (_, full) in zip(two, one, strict=True):
             torch.testing.assert_close(cut, full, rtol=1e-4, atol=1e-4)  # as of transformers in test_families
@@ -87,14 +96,14 @@ def schedules_in_little_memory(process: ztk.Process, *, seeds: list[int]) -> lis
     ]
 
 
-def test_ranks_preempt_alike(ranks):
-    first, *others = ranks(2).run(schedules_in_little_memory, seeds=[0])[0]
+def test_ranks_preempt_alike(late_ranks):
+    first, *others = late_ranks(2).run(schedules_in_little_memory, seeds=[0])[0]
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("native", "stored"), ("mixtral", "int4"), ("smollm3", "int8")])
-def test_random_schedules_change_no_bit(ranks, name, weights):
-    first, *others = ranks(2).run(schedules_of_leader, name=name, seeds=[0, 1], weights=weights)[0]
+def test_random_schedules_change_no_bit(late_ranks, name, weights):
+    first, *others = late_ranks(2).run(schedules_of_leader, name=name, seeds=[0, 1], weights=weights)[0]
     assert all(other == first for other in others)
 
 
@@ -187,8 +196,8 @@ def weights_of_an_engine(process: ztk.Process, *, stage: int) -> list[list[int]]
     return found
 
 
-def test_weights_come_from_a_training_engine(ranks):
-    before, after, fresh = ranks(2).run(weights_of_an_engine, stage=3)[0]
+def test_weights_come_from_a_training_engine(late_ranks):
+    before, after, fresh = late_ranks(2).run(weights_of_an_engine, stage=3)[0]
     assert before != after == fresh
 
 
@@ -206,8 +215,8 @@ def broken_by_kernels(process: ztk.Process) -> list[str]:
     return [str(broken.error)]
 
 
-def test_a_broken_layer_is_named_by_kernels(ranks):
-    [error] = ranks(2).run(broken_by_kernels)[0]
+def test_a_broken_layer_is_named_by_kernels(late_ranks):
+    [error] = late_ranks(2).run(broken_by_kernels)[0]
     assert "first after layer 1 of 2" in error
 
 
@@ -226,8 +235,8 @@ def broken_and_long(process: ztk.Process) -> tuple[list[str], int]:
     return [str(broken.error)], len(answer.tokens)
 
 
-def test_a_broken_layer_is_named_and_long_messages_arrive(ranks):
-    (error,), count = ranks(2).run(broken_and_long)[0]
+def test_a_broken_layer_is_named_and_long_messages_arrive(late_ranks):
+    (error,), count = late_ranks(2).run(broken_and_long)[0]
     assert "first after layer 1 of 2" in error and count == 1
 
 
@@ -262,9 +271,9 @@ def by_kernels(process: ztk.Process, *, names: list[str], weights: str) -> list[
         (["native", "phi3"], "int8"),
     ],
 )
-def test_two_ranks_have_the_tokens_of_one_by_kernels(ranks, names, weights):
+def test_two_ranks_have_the_tokens_of_one_by_kernels(late_ranks, names, weights):
     """Of quantised weights, too: both compute with the same ones, in fp32."""
-    for name, (two, one) in zip(names, ranks(2).run(by_kernels, names=names, weights=weights)[0], strict=True):
+    for name, (two, one) in zip(names, late_ranks(2).run(by_kernels, names=names, weights=weights)[0], strict=True):
         assert two[0] == one[0], name
         torch.testing.assert_close(two[1], one[1], rtol=1e-4, atol=1e-4)  # as of transformers
 
@@ -287,9 +296,9 @@ def schedules_by_kernels(process: ztk.Process, *, seeds: list[int], folder: str,
 
 
 @pytest.mark.parametrize("cache_dtype", ["stored", "fp8"])
-def test_blocks_of_all_ranks_are_copied_and_preempted_together(cache_dtype, ranks, tmp_path):
+def test_blocks_of_all_ranks_are_copied_and_preempted_together(cache_dtype, late_ranks, tmp_path):
     given = {"folder": str(tmp_path), "cache_dtype": cache_dtype}
-    (first, *others), preempted = ranks(2).run(schedules_by_kernels, seeds=[0, 1], **given)[0]
+    (first, *others), preempted = late_ranks(2).run(schedules_by_kernels, seeds=[0, 1], **given)[0]
     assert all(other == first for other in others) and preempted > 0
 
 
@@ -324,8 +333,8 @@ def streamed_by_both(process: ztk.Process, *, name: str, folder: str) -> list:
 
 
 @pytest.mark.parametrize("name", LAYERED)
-def test_each_rank_reads_its_part_of_every_layer(name, ranks, tmp_path):
-    (nbytes, moved, (one, two)), (other,) = ranks(2).run(streamed_by_both, name=name, folder=str(tmp_path))
+def test_each_rank_reads_its_part_of_every_layer(name, late_ranks, tmp_path):
+    (nbytes, moved, (one, two)), (other,) = late_ranks(2).run(streamed_by_both, name=name, folder=str(tmp_path))
     assert one == two and nbytes == other and moved and moved % nbytes == 0
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Training steps of every stage and tier on tensors that report a GPU, with NCCL's transport over gloo.
+"""Training steps of every stage and tier on tensors that report a GPU, with NCCL's transport over late collectives.
 
 They give the CPU's bits, mix no devices, and let the host wait for the GPU once per step with offload, and never without.
 """
@@ -6,21 +6,17 @@ They give the CPU's bits, mix no devices, and let the host wait for the GPU once
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.device_tagged import DEVICE, DeviceMismatch, Record, Streams, backward_elsewhere, gpu_tensors
+from tests.late_nccl import late
 from tests.zero.models import Layout, batches, make_engine
 from ztk.core.runtime import Process
-from ztk.core.runtime.comm import connect, nccl
-from ztk.core.runtime.process import all_replicas
 from ztk.core.runtime.streams import Copy, use_api
 from ztk.train.engine.control import StepControl
 from ztk.zero.offload.pool import AlignedRegion
@@ -38,31 +34,11 @@ BY_DTYPE = {
 READ = "ztk.zero.update.update.ShardUpdate.run"  # the decision to step
 
 
-class Nccl:
-    """torch.distributed as ztk's transport for NCCL calls it, for tensors of the GPU alone. gloo moves the bytes before a call returns."""
-
-    def __getattr__(self, name: str) -> Callable:
-        function = getattr(dist, name)
-
-        def call(*tensors: Tensor, **options: Any) -> dist.Work:
-            assert all(tensor.is_cuda for tensor in tensors), f"{name}: NCCL moves no memory of the host"
-            with _disable_current_modes():
-                work = function(*tensors, **options)
-                work.wait()
-            return work
-
-        return call
-
-
 @contextmanager
 def on_gpu(process: Process) -> Iterator[tuple[Process, Record]]:
     """The process as one of a GPU."""
-    with gpu_tensors() as record, use_api(Streams()), backward_elsewhere(), mock.patch.object(nccl, "dist", Nccl()):
-        comm = connect(device=DEVICE, one_node=True, timeout_seconds=process.timeout_seconds)
-        try:
-            yield replace(process, device=DEVICE, comm=comm, mesh=all_replicas(comm)), record
-        finally:
-            comm.close()
+    with gpu_tensors() as record, use_api(Streams()), backward_elsewhere(), late(process, device=DEVICE) as own:
+        yield own, record
 
 
 def trained(process: Process, *, layout: Layout, dtype: str, record: Record | None = None) -> dict[str, Any]:
