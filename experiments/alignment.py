@@ -122,7 +122,7 @@ def run_examples(
     past, loaded = resume(config, engine=engine, stream=examples)
     begin(loaded)
     with build_reporter(config, engine=engine, past=past, parameters=parameters) as reporter:
-        reporter.say(lengths_of(examples.examples))
+        reporter.say(lengths_of(examples.examples, step=config.train.global_batch_size))
         before = evaluate()
         train(
             config,

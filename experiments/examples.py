@@ -280,13 +280,16 @@ class ExampleStream:
         self.position = state["position"]
 
 
-def lengths_of(examples: Examples) -> str:
-    """Describes the number of texts and their lengths in tokens, for the screen."""
+def lengths_of(examples: Examples, *, step: int) -> str:
+    """Describes the number of texts and their lengths in tokens, for the screen. step: `train.global_batch_size`."""
     known = examples.records if examples.num_records is not None else examples.held_out
     lengths = [len(text) for example in known for text in example.texts]
     made = "" if examples.num_records is not None else " held out, others are generated"
     rejected = f"\n{count:,} records with label false are left out" if (count := examples.num_rejected) else ""
-    return f"texts: {len(lengths)}{made}, {histogram(lengths)}{rejected}"
+    few = ""
+    if examples.num_records is not None and examples.num_records < step:
+        few = f"\na step of train.global_batch_size={step} repeats the {examples.num_records} records that train: a smaller one is faster"
+    return f"texts: {len(lengths)}{made}, {histogram(lengths)}{rejected}{few}"
 
 
 def _mismatched(examples: Sequence[Example]) -> list[Example]:

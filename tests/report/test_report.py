@@ -318,6 +318,8 @@ def test_plain_output_and_tables(tmp_path, capsys):
             reporter.step(loss=torch.tensor(2.0), tokens=64, metrics=Metrics)
         reporter.finish()
     out = capsys.readouterr().out
+    start = out.partition("\n")[0]
+    assert start.startswith("steps 1 to 4, ") and start.endswith(f"parameters on 1 rank, record: {tmp_path}")
     assert "step 1/4" in out and "step 4/4" in out and "step 2/4" not in out
     for text in ("2.00 MB", "12.0 MB", "2.00 GB/s", "5.00 kB", "memory per rank and tier", "seconds per phase"):
         assert text in out, text

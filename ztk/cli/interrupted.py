@@ -35,13 +35,17 @@ def way_on(config: Config, *, flags: Sequence[str] = (), starter: str | None = N
     causes = [f"interrupted, and then {failure}" for failure in failures if failure and not failure.secondary]
     newest, made = newest_step(folder), read_summary(folder).get("steps", 0)
     if newest is None:
-        lost = f": the {made} steps are lost" if made else " before the first step ended"
+        lost = f": {_lost(made)}" if made else " before the first step ended"
         line = [f"interrupted{lost}; no checkpoint is in {folder}"]
     else:
-        lost = f"; the {made - newest} steps after it are lost" if made > newest else ""
+        lost = f"; {_lost(made - newest, place=' after it')}" if made > newest else ""
         line = [f"interrupted; the checkpoint of step {newest} is in {folder}{lost}. This continues the run:"]
         line += [f"  {resume_line(folder, flags=flags, starter=starter)}"]
     return causes[:1] + line
+
+
+def _lost(steps: int, *, place: str = "") -> str:
+    return f"1 step{place} is lost" if steps == 1 else f"{steps} steps{place} are lost"
 
 
 def newest_step(folder: Path) -> int | None:

@@ -27,6 +27,7 @@ from ztk.report.status import INTERRUPTED, Status, read_summary
 from ztk.report.summary import rank_totals
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import Tracker, TrackerPolicy
+from ztk.report.units import format_count
 from ztk.train.engine import StepMetrics
 
 _NO_KERNELS = KernelPolicy()
@@ -278,6 +279,12 @@ class Reporter:
             self._progress = LiveProgress(start_step=self._first_step, **shown)
         else:
             self._progress = PlainProgress(seconds=policy.plain_seconds, **shown)
+        # A first step may take minutes: name the run before it.
+        ranks = "1 rank" if self._comm.size == 1 else f"{self._comm.size} ranks"
+        self.say(
+            f"steps {self._first_step + 1} to {policy.total_steps}, {format_count(self._parameters)} parameters on {ranks}, "
+            f"record: {policy.folder}"
+        )
         self._say_tracker_notice()
         if self._acted:
             pairs = ", ".join(f"{key}={value}" for key, value in self._acted.items() if value is not None)

@@ -167,7 +167,8 @@ def test_fine_tuning_leaves_rejected_answers_out_with_a_count(tmp_path):
     process: Any = SimpleNamespace(rank=0, comm=SimpleNamespace(gather_objects=lambda value: [value]))
     examples = Examples(config, process=process)
     assert {bytes(example.texts[0].tokens.tolist()) for example in examples.records} == {b"a=a\n", b"a=b\n"}
-    assert lengths_of(examples).endswith("\n3 records with label false are left out")
+    assert lengths_of(examples, step=1).endswith("\n3 records with label false are left out")
+    assert "step of train.global_batch_size=8 repeats the 2 records" in lengths_of(examples, step=8)
     (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records[2:]))
     with pytest.raises(ConfigError, match="all 3 records have label false, so there is no answer to learn"):
         compose(*words, output_dir=str(tmp_path), machine=machine)
