@@ -177,6 +177,7 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
         every=config.train.log_every,
         tracker=tracker,
         tracker_every=logger.every or config.train.log_every,
+        slowest_every=config.launch.slowest_every or 0,
         draws=not config.train.quick,
         kernels=KernelPolicy(every=config.kernels.log_every or 0, ceilings=ceilings(config)),
         profile=None if config.train.profile is None else ProfilePolicy.of(config.train.profile),

@@ -62,7 +62,7 @@ def alone() -> Comm:
 def make_reporter(
     folder: Path, *, gauges: report.Gauges | None = None, comm: Comm | None = None, **options
 ) -> Reporter:
-    names = ("every", "total_steps", "tracker", "tracker_every", "plain_seconds")
+    names = ("every", "total_steps", "tracker", "tracker_every", "plain_seconds", "slowest_every")
     policy = ReportPolicy(folder=str(folder), **{"total_steps": 4} | {k: options.pop(k) for k in names if k in options})
     return Reporter(
         policy,

@@ -42,6 +42,7 @@ class ReportPolicy:
     every: steps between rows of `metrics.jsonl`. The first and the last step, and those with extra values, always have a row.
     plain_seconds: seconds between lines if there is no terminal.
     tracker_every: steps between the rows sent to the logger.
+    slowest_every: rows between lines about the slowest of several ranks; 0 for none.
     draws: draws a picture when the run ends.
     kernels: the steps whose ops are timed; they always have a row.
     profile: the steps to trace, if any.
@@ -56,6 +57,7 @@ class ReportPolicy:
     plain_seconds: float = 10.0
     tracker: TrackerPolicy = TrackerPolicy(mode="disabled")
     tracker_every: int = 1
+    slowest_every: int = 0
     draws: bool = True
     kernels: KernelPolicy = _NO_KERNELS
     profile: ProfilePolicy | None = None
@@ -112,6 +114,7 @@ class Reporter:
             digest=digest,
             world_size=comm.size,
             work=work,
+            slowest_every=policy.slowest_every,
         )
         self._rows.first_loss, self._rows.last_loss = first_loss, last_loss
         self._kernels = KernelLog(policy.kernels, gather=gather, device=gauges.device)
@@ -195,6 +198,8 @@ class Reporter:
                 written = _joined(written, more=more)
             for outlet in self._outlets(step):
                 outlet.row(written)
+            if self._rows.slowest_line:
+                self.say(self._rows.slowest_line)
             self._say_tracker_notice()
         self._end_profile(step)
         if step < self._policy.total_steps:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ztk.core.policies.utilization import Work
 from ztk.report.gauges import Gather, Gauges
+from ztk.report.slowest import SlowestRank, own_seconds
 from ztk.train.engine import StepMetrics
 
 
@@ -51,6 +52,7 @@ class RowBuilder:
     A row contains `lr`, `grad_norm` and `loss_scale` of the last step, and:
     - `step`, counted from 1; `loss`, the mean over ranks and micro-batches of that step; `tokens` trained on and steps `skipped` so far;
     - means since the last row: `tokens_per_second` in total and per device, `step_seconds`, and `mfu` and `hfu` if `work` is known;
+    - `slowest_rank` and `slowest_ratio` of several ranks since the last row; see `Slowest`.
     - `memory.*_bytes` booked now, and `comm.*_bytes` and `io.*_bytes` per step since the last row, of the rank with the most.
     """
 
@@ -64,8 +66,11 @@ class RowBuilder:
         digest: str,
         world_size: int = 1,
         work: Work | None = None,
+        slowest_every: int = 0,
     ) -> None:
         self.world_size, self.work = world_size, work
+        self._slowest = SlowestRank(every=slowest_every)
+        self.slowest_line = ""  # of the last row, if one is due
         self.step = first_step
         self._first_step = first_step
         self.digest = LossDigest(digest)
@@ -114,7 +119,10 @@ class RowBuilder:
         counters = self._gauges.memory_bytes() | {
             key: total // steps for key, total in flows.items() if key.endswith("_bytes")
         }
-        losses, (*largest, most_logged) = self._gather_all([*counters.values(), num_logged])
+        losses, (*largest, most_logged), seconds_of_ranks = self._gather_all(
+            [*counters.values(), num_logged], own=own_seconds(flows)
+        )
+        slowest, self.slowest_line = self._slowest.add(seconds_of_ranks)
         for loss in losses:
             self.digest.update(loss)
         self.first_loss = losses[0] if self.first_loss is None else self.first_loss
@@ -134,6 +142,7 @@ class RowBuilder:
             "tokens_per_second_per_gpu": self._new_tokens / seconds / self.world_size,
             "step_seconds": seconds / steps,
             **(self.work.shares(seconds / steps) if self.work else {}),
+            **slowest,
             **{key: int(value) for key, value in zip(counters, largest, strict=True)},
         }
         self.flows = {key: total + flows[key] for key, total in self.flows.items()}
@@ -176,12 +185,14 @@ class RowBuilder:
     def _now(self) -> "_Mark":
         return _Mark(flows=self._gauges.flows(), time=time.perf_counter())
 
-    def _gather_all(self, counters: list[int]) -> tuple[list[float], list[float]]:
-        """Returns the mean losses over ranks as float32 values, and the maximum over ranks of each counter."""
+    def _gather_all(self, counters: list[int], *, own: list[float]) -> tuple[list[float], list[float], Tensor]:
+        """Returns the mean losses over ranks as float32 values, the maximum over ranks of each counter, and `own` of all ranks, [ranks, n]."""
         losses = torch.cat(self._losses)
-        own = torch.cat([losses, torch.tensor(counters, dtype=torch.float64, device=losses.device)])
-        everyone = self._gather(own).cpu()  # the only wait for the device
+        numbers = torch.tensor([*counters, *own], dtype=torch.float64, device=losses.device)
+        everyone = self._gather(torch.cat([losses, numbers])).cpu()  # the only wait for the device
+        losses_of_ranks, numbers_of_ranks = everyone[:, : len(losses)], everyone[:, len(losses) :]
         summed = torch.zeros(len(losses), dtype=torch.float64)
-        for rank_losses in everyone[:, : len(losses)]:  # in rank order, so that the sum is deterministic
+        for rank_losses in losses_of_ranks:  # in rank order, so that the sum is deterministic
             summed += rank_losses
-        return (summed / len(everyone)).float().tolist(), everyone[:, len(losses) :].amax(0).tolist()
+        largest = numbers_of_ranks[:, : len(counters)].amax(0).tolist()
+        return (summed / len(everyone)).float().tolist(), largest, numbers_of_ranks[:, len(counters) :]

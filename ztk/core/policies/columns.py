@@ -2,7 +2,7 @@
 
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second"),
-    *("tokens_per_second_per_gpu", "step_seconds", "mfu", "hfu"),
+    *("tokens_per_second_per_gpu", "step_seconds", "mfu", "hfu", "slowest_rank", "slowest_ratio"),
     *("status", "error", "steps", "first_loss", "final_loss", "step_seconds_median", "loss_digest"),  # of the summary
     *("parameters", "world_size"),
 )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.ranges import Range
-from ztk.core.policies.runs import aligns
+from ztk.core.policies.ranges import COUNT_OR_ZERO, Range
+from ztk.core.policies.runs import aligns, trains
 from ztk.core.policies.train import YEAR
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ _STARTS = When(
     "python run.py; torchrun starts ranks again by itself, with --max-restarts",
     lambda config, machine: not machine.started_ranks,
 )
+_TRAINS = When("tasks that train, such as task=pretrain", lambda config, machine: trains(config))
 _ELASTIC = When(
     "launch.elastic=true", lambda config, machine: bool(config.launch.elastic) and not machine.started_ranks
 )
@@ -111,7 +112,7 @@ def _gpus(config: "Config") -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """The ranks of a run. Under torchrun or srun they exist already, and only threads, timeout_seconds and device apply."""
+    """The ranks of a run. Under torchrun or srun they exist already, and only threads, timeout_seconds, device and slowest_every apply."""
 
     changes: ClassVar = Changes.nothing
 
@@ -129,6 +130,13 @@ class LaunchConfig:
         range=Range(low=1, high=4096),
     )
     timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=YEAR)
+    slowest_every: int | None = key(
+        "rows of metrics.jsonl between lines that name the slowest of several ranks, its host and its phase; 0: no lines",
+        default=100,
+        range=COUNT_OR_ZERO,
+        acts=_TRAINS,
+        idle=0,
+    )
     device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any", default=MISSING)
     elastic: bool | None = key(
         "when ranks are killed, continue with the others from the latest checkpoint, with the same global batch",

@@ -57,8 +57,10 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, *, number: int, rank: int, ranks: Sequence[int], patience: float, ends_process: bool
     ) -> None:
-        """number: the communicator's; equal on all its ranks, and different for communicators that share a rank. ranks: numbers of its ranks
-        in the run. rank: this one's place among them. patience: seconds that a collective may take before labels are compared."""
+        """number: number of the communicator, equal on all its ranks and different for those that have a rank in common.
+        rank: this rank's place among `ranks`, the numbers of the communicator's ranks in the run.
+        patience: seconds that a collective may take before labels are compared.
+        """
         self.mismatch: CommMismatch | None = None
         self._store, self._rank, self._ranks, self._patience = store, rank, ranks, patience
         self._name = f"group {number} of {ranks_text(ranks)}"
