@@ -26,7 +26,7 @@ from ztk.experiments.alignment import (
 from ztk.experiments.examples import ROW_UNIT, Examples, ExampleStream, MicroBatch, Step
 from ztk.experiments.models import build
 from ztk.experiments.packing import packs_examples
-from ztk.experiments.policy_run import open_drawer, open_weights, rollout_policy
+from ztk.experiments.policy_run import open_drawer, open_weights, rollout_policy, with_own_processes
 from ztk.experiments.prompts import STOP, with_other_ends
 from ztk.experiments.ranks import started
 from ztk.experiments.rollouts import HeldOutAnswers
@@ -137,8 +137,11 @@ class DistillStream:
         self._stream, self._engine = stream, student
         self._share = share_of(config, process=student.process)
         self._student, self._teacher = (
-            (open_drawer(config, actor=engine), open_weights(config, actor=engine).weights) if draws else None
-            for engine, draws in ((student, distill.fraction), (teacher, distill.seq_kd))
+            (open_drawer(own, actor=engine), open_weights(config, actor=engine).weights) if draws else None
+            for own, engine, draws in (
+                (config, student, distill.fraction),
+                (with_own_processes(config), teacher, distill.seq_kd),
+            )
         )
         self._stops = stops_of(config, examples=stream.examples) if self._student or self._teacher else ()
         self.is_own = False  # whether the latest step has the student's answers

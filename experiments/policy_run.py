@@ -1,10 +1,12 @@
 """The state of a run of `task=grpo` and `task=ppo`: models, buffer and guards; how they are opened, saved and restored."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ztk import checkpoint
@@ -34,6 +36,7 @@ from ztk.rl.rollout import (
     Rollouts,
     RolloutWeights,
     Routers,
+    ServedRollouts,
     SettledWeights,
     TrainerRollouts,
     settle_weights,
@@ -77,6 +80,8 @@ class Run:
 
     def close(self) -> None:
         """Closes all engines."""
+        if isinstance(self.drawer, ServedRollouts):
+            self.drawer.close()
         reward_model = None if self.reward_model is None else self.reward_model.engine
         for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
@@ -180,6 +185,8 @@ def open_run(
 
 def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
     """Opens `rollout.engine`; with generator, one copy of the weights per `rollout.tensor` neighbours. A collective call."""
+    if config.rollout.servers:
+        return _open_served(config, actor=actor)
     if config.rollout.engine == "trainer":
         return TrainerRollouts(actor)
     size, process = config.rollout.tensor or 1, actor.process
@@ -187,6 +194,29 @@ def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
         return CachedRollouts(actor)
     groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
     return CachedRollouts(actor, comm=process.connect(groups))
+
+
+def with_own_processes(config: Config) -> Config:
+    """Returns the configuration of a second model that draws: servers have the weights of the trained one."""
+    return replace(config, rollout=replace(config.rollout, servers=None))
+
+
+def _open_served(config: Config, *, actor: Engine) -> ServedRollouts:
+    """Raises ValueError if rollout.servers_key_variable names no variable."""
+    rollout, variable = config.rollout, config.rollout.servers_key_variable
+    assert rollout.servers is not None and rollout.servers_wait is not None, "the configuration is checked"
+    if variable is not None and not os.environ.get(variable):
+        raise ValueError(
+            f"rollout.servers_key_variable={variable}: the environment has no such variable; export {variable}=KEY"
+        )
+    return ServedRollouts(
+        actor,
+        urls=rollout.servers,
+        folder=RunFolder(config.output_dir).path / "served_weights",
+        save=save_file,
+        patience_seconds=rollout.servers_wait,
+        api_key=None if variable is None else os.environ[variable],
+    )
 
 
 def rollout_policy(

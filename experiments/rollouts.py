@@ -119,7 +119,7 @@ def settle_drawer(run: Run) -> str | None:
 
     The first tokens of a rollout are compared. Returns a sentence for the output, or None if nothing changes.
     """
-    if run.config.rollout.identity != "exact" or isinstance(run.drawer, TrainerRollouts):
+    if run.config.rollout.identity != "exact" or not isinstance(run.drawer, CachedRollouts):
         return None
     policy = policy_of(run, is_trained=False)
     policy = replace(policy, max_tokens=min(policy.max_tokens, PROBED))

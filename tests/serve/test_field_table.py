@@ -116,6 +116,8 @@ FIELDS: list[tuple[str, object, str, str]] = [
     ("store", True, IGNORED, IGNORED),
     ("service_tier", "auto", IGNORED, IGNORED),
     ("prompt_cache_key", "k", IGNORED, IGNORED),
+    ("draw_keys", [5], IGNORED, IGNORED),
+    ("fp32_logprobs", True, IGNORED, IGNORED),
     ("echo (/completions)", True, YES, REFUSED),
     ("best_of (/completions)", 3, IGNORED, REFUSED),
     ("add_special_tokens (/completions)", False, YES, IGNORED),

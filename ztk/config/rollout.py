@@ -36,6 +36,9 @@ def choose_rollouts(config: Config, *, machine: Machine) -> None:
     reason = _needs_trainer(config, machine=machine)
     engine = RolloutEngineName.generator if reason is None else RolloutEngineName.trainer
     derive(config, key="rollout.engine", value=engine, reason=reason or "it keeps keys and values")
+    if draws(config) and config.rollout.servers:
+        reason = "servers draw, whose bits this run does not know"
+        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
     if draws(config) and (inexact := [*_inexact(config, machine=machine)]):
         derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=inexact[0].reason)
 
@@ -43,7 +46,7 @@ def choose_rollouts(config: Config, *, machine: Machine) -> None:
 def _needs_trainer(config: Config, *, machine: Machine) -> str | None:
     """Returns why the trainer's forward has to draw, or None if the inference engine can."""
     rollout = config.rollout
-    if rollout.ahead:
+    if rollout.ahead or rollout.servers:
         return None
     is_exact = "rollout.identity" in config.given and rollout.identity is RolloutIdentity.exact
     if is_exact and any(one.is_generators for one in _inexact(config, machine=machine, generates=True)):
@@ -143,7 +146,9 @@ def _layout_faults(config: Config) -> Iterator[str]:
         yield from critic_faults(config, needs="the model of reward.path")
     cut = cut_degrees(config.topology)
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
-    if cut and config.rollout.engine is RolloutEngineName.generator:
+    if cut and config.rollout.servers:
+        yield f"{key}: every rank asks rollout.servers for its own answers, and these ranks share theirs; use topology=dp"
+    elif cut and config.rollout.engine is RolloutEngineName.generator:
         yield (
             f"{key}: rollout.engine=generator draws with a rank's own weights, which are a part of the model; use rollout.engine=trainer, or "
             "topology=dp"
@@ -166,6 +171,8 @@ def _layout_faults(config: Config) -> Iterator[str]:
 
 def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     rollout = config.rollout
+    if rollout.servers:
+        return
     if rollout.engine is RolloutEngineName.trainer or device_of(config, machine=machine) != "cpu":
         where = "on a GPU" if device_of(config, machine=machine) != "cpu" else "with rollout.engine=trainer"
         yield (

@@ -45,6 +45,13 @@ def _most_prompt(body: dict, *, name: str) -> int:
     return most
 
 
+def _keys(body: dict, *, name: str) -> tuple[int, ...]:
+    keys = token_list(body, name=name)
+    if any(not -(2**63) <= key < 2**63 for key in keys):
+        raise BadRequest(f"{name} must be integers of 64 bits", param=name)
+    return keys
+
+
 def _field(read: Callable[..., Any], *, default: Any = None) -> Any:
     """Declares a field of requests. read: `(body, name=)` -> its checked value."""
     return field(default=default, metadata={"read": read})
@@ -68,6 +75,8 @@ class Asked:
     include_stop_str_in_output: with the stop text or token. return_tokens_as_token_ids: log-probabilities identify tokens by id.
     truncate_prompt_tokens: tokens to which a longer prompt is truncated; -1 leaves room for the answer.
     truncation_side: the side that is cut off. add_special_tokens: with the tokens that the tokenizer prepends to a text.
+
+    One is ztk's own. draw_keys: the key of each prompt's random numbers, as in `SamplingParams.draw_key`.
     """
 
     sampling: SamplingParams
@@ -97,6 +106,7 @@ class Asked:
     truncate_prompt_tokens: int | None = _field(_most_prompt)
     truncation_side: str = _field(partial(choice, of=("left", "right")), default="left")
     add_special_tokens: bool = _field(flag, default=True)
+    draw_keys: tuple[int, ...] = _field(_keys, default=())
 
     @property
     def with_logprobs(self) -> bool:
@@ -144,6 +154,7 @@ _SAMPLING: dict[str, Callable[..., Any]] = {
     "logit_bias": _bias,
     "allowed_token_ids": _allowed,
     "cache_salt": _salt,
+    "fp32_logprobs": flag,
 }
 _SHARED = {
     *(*_FIELDS, *_SAMPLING, *STRUCTURE_FIELDS, "stop", "stream_options"),
@@ -230,6 +241,12 @@ def read_body(
     likely = max(tops or 0, prompt_tops or 0)
     sampling = _sampling(body, usual=usual, max_tokens=limit or 1, logprobs=likely, prompt_logprobs=with_prompt)
     prompts = () if chat else read_prompts(body, name="prompt")
+    keys = sent.get("draw_keys", ())
+    if keys and (len(keys) != max(1, len(prompts)) or sampling.n > 1):
+        raise BadRequest(
+            f"{len(keys)} draw_keys for {max(1, len(prompts))} prompts and n={sampling.n}: send one per prompt, and n=1",
+            param="draw_keys",
+        )
     options = thing(body, name="stream_options")
     with_usage = flag(options, name="include_usage")
     drawn = sampling.n if chat else _best_of(body, n=sampling.n, stream=streams)

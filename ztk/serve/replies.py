@@ -194,7 +194,10 @@ class Reader:
             )
         ends = (*(() if asked.ignore_eos else self._opened.ends), *asked.stop_token_ids)
         vocabulary = self._opened.vocabulary if self._opened.vocabulary < self._vocabulary_size else None
-        sampling = replace(sampling, draw_key=(number,), stop_token_ids=ends, vocabulary=vocabulary)
+        if sampling.fp32_logprobs:  # as a trainer, which has probabilities of all tokens
+            vocabulary = None
+        key = asked.draw_keys[number] if asked.draw_keys else (number,)
+        sampling = replace(sampling, draw_key=key, stop_token_ids=ends, vocabulary=vocabulary)
         return Job(prompt=prompt, sampling=sampling, outbox=outbox, number=number, adapter=adapter)
 
     def _limit(self, length: int, *, asked: Asked) -> int:

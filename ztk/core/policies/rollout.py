@@ -1,5 +1,6 @@
 """Keys of rollouts, advantages, losses of policies, KL divergences, rewards and second models."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -151,6 +152,10 @@ _GENERATES = When(
     f"{_ANSWERED.words}, and rollout.engine=generator",
     lambda config, machine: _ANSWERED.test(config, machine) and config.rollout.engine is RolloutEngineName.generator,
 )
+_ASKS = When(
+    f"{_ANSWERED.words}, and rollout.servers",
+    lambda config, machine: _ANSWERED.test(config, machine) and bool(config.rollout.servers),
+)
 _CORRECTS = When(
     "rollout.identity=corrected",
     lambda config, machine: draws(config) and config.rollout.identity is RolloutIdentity.corrected,
@@ -199,6 +204,22 @@ def _group_faults(config: "Config") -> Iterator[str]:
             "rollout.drop_equal_groups=true: with rollout.group_size=1 every answer would be left out; use rollout.drop_equal_groups=false, or "
             "rollout.group_size=8"
         )
+
+
+def _server_faults(config: "Config") -> Iterator[str]:
+    rollout = config.rollout
+    for url in rollout.servers or ():
+        if not re.fullmatch(r"https?://[^/?#@\s]+/?", str(url)):
+            yield f"rollout.servers=[{url}]: must be addresses such as http://a:8000"
+    if not rollout.servers:
+        return
+    if (rollout.tensor or 1) > 1:
+        yield f"rollout.tensor={rollout.tensor} with rollout.servers: the servers divide their model, by topology.tensor; use rollout.tensor=1"
+    for name, plain in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if (value := getattr(rollout, name)) is not None and value != plain:
+            yield f"rollout.{name}={value:g} with rollout.servers: the tokens that a cut keeps are not sent; use rollout.{name}={plain:g}"
+    if config.model.experts is not None and rollout.experts is not RolloutExperts.own:
+        yield "rollout.experts=replay with rollout.servers: chosen experts are not sent; use rollout.experts=own"
 
 
 def _file_faults(config: "Config") -> Iterator[str]:
@@ -283,6 +304,27 @@ class RolloutConfig:
         default=1,
         range=COUNT,
         acts=_GENERATES,
+    )
+    servers: list[str] | None = key(
+        "addresses of task=serve with serve.weights_path, as in [http://a:8000,http://b:8000]; they draw in place of this run's processes, "
+        "with the weights of each step, which rank 0 sends; null: none",
+        optional=True,
+        acts=_GENERATES,
+        contradicts=_server_faults,
+        changes=Changes.experiment,
+    )
+    servers_wait: float | None = key(
+        "seconds without an answer of rollout.servers after which the run ends",
+        default=600.0,
+        range=POSITIVE,
+        acts=_ASKS,
+        changes=Changes.nothing,
+    )
+    servers_key_variable: str | None = key(
+        "environment variable with the key of rollout.servers, as serve.api_key_variable there; null: they need none",
+        optional=True,
+        acts=_ASKS,
+        changes=Changes.nothing,
     )
     ahead: int | None = key(
         "1: while the policy is updated on a rollout, the next one is drawn on a thread, with a copy of the weights from before these updates; "

@@ -7,6 +7,7 @@ from ztk.rl.rollout.engine_attention import EngineAttention, has_engine_attentio
 from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
 from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
+from ztk.rl.rollout.fleet import Fleet, ServerFault, ServersLost
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import (
     answer_logit_loss,
@@ -29,6 +30,7 @@ from ztk.rl.rollout.rewards import (
     load_function,
 )
 from ztk.rl.rollout.routing import Routers, same_experts
+from ztk.rl.rollout.served import ServedRollouts
 from ztk.rl.rollout.weights import (
     RolloutPolicy,
     RolloutWeights,
@@ -50,6 +52,7 @@ __all__ = [
     "Environments",
     "Episode",
     "EpisodePolicy",
+    "Fleet",
     "GuardPolicy",
     "Guards",
     "Kept",
@@ -66,6 +69,9 @@ __all__ = [
     "Rollouts",
     "Routers",
     "Samples",
+    "ServedRollouts",
+    "ServerFault",
+    "ServersLost",
     "SettledWeights",
     "TrainerRollouts",
     "TrainingState",

@@ -43,7 +43,7 @@ class CachedRollouts:
     """
 
     def __init__(self, engine: Engine, *, comm: Comm | None = None, kernels: bool | None = None) -> None:
-        self._source = _Merged(engine)
+        self._source = Merged(engine)
         by_kernels = engine.process.device.type != "cpu" if kernels is None else kernels
         self.copies_weights = not by_kernels
         self._comm = None if comm is None or comm.size == 1 else comm
@@ -58,7 +58,7 @@ class CachedRollouts:
         inference engine does not support.
         """
         keys = requests.keys(seed=policy.seed, step=step)
-        sampling = _sampling(policy, keys=keys, as_trainer=self.copies_weights)
+        sampling = sampling_of(policy, keys=keys, as_trainer=self.copies_weights)
         engine = self._source.engine
         if not self.copies_weights:
             with _opened(engine, length=policy.length, sequences=len(sampling)) as generator:
@@ -75,7 +75,7 @@ class CachedRollouts:
             rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
             prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
-            _write(self._drawn(generator, prompts=prompts, sampling=own), samples=samples, rows=rows)
+            write_answers(self._drawn(generator, prompts=prompts, sampling=own), samples=samples, rows=rows)
             _keep_experts(samples, policy=policy, generator=generator)
 
         comm = self._comm
@@ -118,7 +118,7 @@ class CachedRollouts:
         return self._generator
 
 
-class _Merged:
+class Merged:
     """An engine as a source of weights for the generator: its module, and full parameters with adapters merged into the weights."""
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +145,7 @@ def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generato
         kernels=True,
     )
     with engine.evaluating(), engine.zero.gathered():
-        state = dict(_Merged(engine).full_parameters())
+        state = dict(Merged(engine).full_parameters())
         generator = Generator(UnreadModel(module=engine.module, state=state), policy=options)
         try:
             yield generator
@@ -153,7 +153,7 @@ def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generato
             generator.close()
 
 
-def _sampling(policy: RolloutPolicy, *, keys: Tensor, as_trainer: bool) -> list[SamplingParams]:
+def sampling_of(policy: RolloutPolicy, *, keys: Tensor, as_trainer: bool) -> list[SamplingParams]:
     """Returns the sampling of each answer. keys: keys of their random numbers. as_trainer: draws from the trainer's fp32 probabilities, as is
     always done over kept tokens.
     """
@@ -179,7 +179,7 @@ def _keep_experts(samples: Samples, *, policy: RolloutPolicy, generator: Generat
         samples.experts = experts_of(samples, generator=generator)
 
 
-def _write(answers: Sequence[Completion], *, samples: Samples, rows: Sequence[int]) -> None:
+def write_answers(answers: Sequence[Completion], *, samples: Samples, rows: Sequence[int]) -> None:
     """Appends the answers to these rows of the samples."""
     entries, lengths = list[Entries](), samples.lengths.tolist()
     for row, completion in zip(rows, answers, strict=True):

@@ -1,0 +1,234 @@
+"""`rollout.servers`: servers draw with the weights of each step, and the run has the losses of one that draws by itself."""
+
+import json
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from tests.rl.rollout.runs import config_of, play, rows_of
+from tests.serve.test_server import start
+from ztk.config import ConfigError, Machine, compose
+from ztk.inference import SamplingParams
+from ztk.nn import Decoder, DecoderConfig
+from ztk.rl.rollout import Fleet, ServerFault, ServersLost
+from ztk.serve.app import ServePolicy
+from ztk.serve.models import Opened
+from ztk.serve.tokenizers import Bytes
+from ztk.serve.weights import Expected, Incoming
+
+EXACT = ("rollout.engine=generator", "rollout.identity=exact")
+NO_SIZES = ("name", "path", "init", "kernels")
+
+
+@contextmanager
+def served(config, *, folder, count=2, api_key=None):
+    """Addresses of servers with other weights than the run's, below `folder`."""
+    with ExitStack() as stack:
+        urls = []
+        for number in range(count):
+            torch.manual_seed(number)
+            given = vars(config.model).items()
+            sizes = {name: value for name, value in given if name not in NO_SIZES and value is not None}
+            module = Decoder(DecoderConfig(**sizes)).eval()
+            opened = Opened(name="m", module=module, tokenizer=Bytes(), ends=(), vocabulary=256)
+            expected = Expected.of(opened)
+            given = {"incoming": Incoming(expected, folder=str(folder)), "open_weights": expected.opened}
+            running = start(opened=opened, policy=ServePolicy(api_key=api_key), **given)
+            stack.callback(running.stop)
+            urls.append(running.url)
+        yield urls
+
+
+def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path):
+    config = config_of("grpo", *EXACT, folder=tmp_path / "own", ranks=2, zero__stage=3)
+    ranks(2).run(play, config=config)
+    with served(config, folder=tmp_path) as urls:
+        other = config_of(
+            "grpo",
+            *EXACT,
+            folder=tmp_path / "served",
+            ranks=2,
+            zero__stage=3,
+            rollout__servers=urls,
+            rollout__servers_wait=60.0,
+        )
+        ranks(2).run(play, config=other)
+    assert rows_of(tmp_path / "served") == rows_of(tmp_path / "own")
+    assert all(row["rollout_differing"] == 0 for row in rows_of(tmp_path / "served") if "rollout_differing" in row)
+    assert not (tmp_path / "served" / "served_weights").exists()
+
+
+class Stub(ThreadingHTTPServer):
+    """A server that answers [key, length of the prompt], with the faults of a test. asked: prompts that came."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, *, parameters=None, answers=lambda server: True):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.version, self.answers, self.asked, self.lock = None, answers, [], threading.Lock()
+        self.parameters, self.begun, self.taken = parameters or {"w": [2]}, None, []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *given):
+        pass
+
+    def reply(self, body, *, status=200):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self):
+        self.reply({"version": self.server.version, "parameters": self.server.parameters})
+
+    def do_PUT(self):
+        self.body()
+        self.reply({})
+
+    def do_POST(self):
+        server, raw = self.server, self.body()
+        if self.path == "/v1/weights":
+            server.begun = json.loads(raw)["version"]
+            return self.reply({})
+        if self.path.startswith("/v1/weights/"):
+            server.version = server.begun
+            server.taken.append(server.begun)
+            return self.reply({})
+        asked = json.loads(raw)
+        with server.lock:
+            server.asked.append(asked["prompt"])
+        version = server.version
+        answer = server.answers(server)
+        if answer is not True:
+            return self.reply({"error": {"message": "odd"}}, status=answer) if answer else None
+        choices = []
+        for number, (prompt, key) in enumerate(zip(asked["prompt"], asked["draw_keys"], strict=True)):
+            values = {"token_logprobs": [-1.0, -2.0], "processed_token_logprobs": [-1.5, -2.5]}
+            found = {"index": number, "token_ids": [key, len(prompt)], "finish_reason": "length", "logprobs": values}
+            choices.append(found | ({} if version is None else {"versions": [{"version": version, "tokens": 2}]}))
+        return self.reply({"choices": choices})
+
+
+@contextmanager
+def fleet_of(*stubs, tmp_path, patience=30.0):
+    fleet = Fleet([stub.url for stub in stubs], parameters={"w": (2,)}, sends=True, patience_seconds=patience)
+    (tmp_path / "0.safetensors").write_bytes(b"values")
+    try:
+        fleet.publish("v1", folder=tmp_path)
+        yield fleet
+    finally:
+        fleet.close()
+        for stub in stubs:
+            stub.shutdown()
+            stub.server_close()
+
+
+PROMPTS = [[number // 4] * (1 + number // 4) for number in range(48)]  # four answers to each prompt
+
+
+def drawn_by(fleet):
+    sampling = [SamplingParams(max_tokens=2, draw_key=key) for key in range(len(PROMPTS))]
+    return [answer.tokens for answer in fleet.generate(PROMPTS, sampling=sampling)]
+
+
+EXPECTED = [[key, len(prompt)] for key, prompt in enumerate(PROMPTS)]
+
+
+def test_answers_are_in_order_and_a_prompt_goes_to_one_server_again(tmp_path):
+    stubs = Stub(), Stub()
+    with fleet_of(*stubs, tmp_path=tmp_path) as fleet:
+        assert drawn_by(fleet) == EXPECTED
+        assert all(stub.taken == ["v1"] for stub in stubs if stub.asked)
+        homes = [{tuple(prompts[0]) for prompts in stub.asked} for stub in stubs]
+        fleet.publish("v2", folder=tmp_path)
+        assert drawn_by(fleet) == EXPECTED
+    assert not homes[0] & homes[1] and len(homes[0] | homes[1]) == 12
+
+
+def first(count, *, then):
+    """The first answers of a server fail in a way; `then` are right ones."""
+    left = iter(range(count))
+
+    def answers(server):
+        with server.lock:
+            return then(server) if next(left, None) is not None else True
+
+    return answers
+
+
+def forgets(server):
+    """Restarts with the weights of its folder: the answer has none of this run's."""
+    server.version = None
+    return True
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [lambda server: False, lambda server: 500, lambda server: 503, lambda server: 429, forgets],
+    ids=["dies", "fails", "stops", "is full", "restarts"],
+)
+def test_a_server_that_fails_loses_no_prompt_and_comes_back(tmp_path, fault):
+    stubs = Stub(answers=first(2, then=fault)), Stub()
+    with fleet_of(*stubs, tmp_path=tmp_path) as fleet:
+        for _ in range(3):
+            assert drawn_by(fleet) == EXPECTED
+        deadline = time.monotonic() + 30
+        while stubs[0].version != "v1":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_server_that_hangs_is_replaced(tmp_path):
+    gone = threading.Event()
+    stubs = Stub(answers=lambda server: gone.wait(60)), Stub()
+    with fleet_of(*stubs, tmp_path=tmp_path) as fleet:
+        while not stubs[0].asked:
+            assert drawn_by(fleet) == EXPECTED
+        gone.set()
+
+
+def test_without_a_server_the_run_ends_with_the_reasons(tmp_path):
+    words, stub = r"none has answered for 1 s \(http://127.*RemoteDisconnected", Stub(answers=lambda server: False)
+    with fleet_of(stub, tmp_path=tmp_path, patience=1.0) as fleet, pytest.raises(ServersLost, match=words):
+        drawn_by(fleet)
+
+
+@pytest.mark.parametrize(
+    ("stub", "words"),
+    [
+        ({"parameters": {"w": [3]}}, r"has another model: w is \(3,\) there and \(2,\) here"),
+        ({"answers": lambda server: 400}, "400 odd"),
+        ({"answers": lambda server: 500}, "cannot draw: .*500 odd"),
+    ],
+    ids=["another model", "refusal", "failures"],
+)
+def test_a_server_that_cannot_draw_is_named(tmp_path, stub, words):
+    with fleet_of(Stub(**stub), tmp_path=tmp_path) as fleet, pytest.raises(ServerFault, match=words):
+        drawn_by(fleet)
+
+
+def test_what_servers_cannot_do_is_refused(tmp_path):
+    given = ("task=grpo", "launch.device=cpu", "launch.ranks=2")
+    odd = ("rollout.servers=[a:8000]", "rollout.top_k=5", "topology=tp2")
+    with pytest.raises(ConfigError) as refused:
+        compose(*given, *odd, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
+    for words in ("[a:8000]: must be addresses such as", "rollout.top_k=5 with rollout.servers", "use topology=dp"):
+        assert words in str(refused.value)
+    with pytest.raises(ConfigError, match="rollout.engine=generator"):
+        own = ("rollout.servers=[http://a:8000]", "rollout.engine=trainer")
+        compose(*given, *own, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))

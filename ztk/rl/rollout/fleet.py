@@ -1,0 +1,425 @@
+"""Servers of `task=serve` that draw for a trainer: asked by load, given the newest weights, and replaced by each other when one is gone.
+
+An answer depends on the weights, its prompt and the key of its random numbers alone, so any server may give it, and two may be asked. A server
+has a thread, its keeper, that sends it the newest weights whenever it has others: after an update, a loss or a restart.
+"""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from ztk.inference import Completion, SamplingParams
+
+_ROWS, _MOST = 32, 64  # answers of one request, and those under way at one server
+_BEAT_SECONDS, _PROBE_SECONDS = 0.2, 10.0  # between looks at a server, and until one counts as gone
+_SLOWER, _FIRST_SECONDS = (
+    3.0,
+    30.0,
+)  # a request this many times as old as the slowest before, or so old, is also sent elsewhere
+_AFFINE = 64  # first tokens of a prompt, which choose its server
+_TRIES = 3  # failures of a server to answer one request, before they end the run
+
+
+class ServersLost(RuntimeError):
+    """No server of rollout.servers answers."""
+
+
+class ServerFault(ValueError):
+    """A server that cannot draw for this run, whatever happens."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Server:
+    """version: name of its weights, or None if it is unknown or the server is gone. rows: under way. error: the last one."""
+
+    url: str
+    version: str | None = None
+    rows: int = 0
+    error: str = "it has not answered yet"
+    sent_bytes: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Asked:
+    """A request to a server. connection: open while it is under way."""
+
+    part: "_Part"
+    server: _Server
+    version: str
+    began: float
+    connection: http.client.HTTPConnection
+
+
+@dataclass(kw_only=True, eq=False)
+class _Part:
+    """Rows with one prompt. asked: requests for them that are under way."""
+
+    rows: list[int]
+    body: bytes
+    prefix: tuple[int, ...]
+    found: list[Completion] | None = None
+    asked: list[_Asked] = field(default_factory=list)
+    failures: int = 0
+
+
+class Fleet:
+    """The servers of a run. `generate` has the interface of a `Generator`.
+
+    api_key: for all of them. patience_seconds: without a server that answers. parameters: shapes by name, which the servers' models must have.
+    sends: gives servers the newest weights; on one rank. The others wait for that.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        parameters: Mapping[str, Sequence[int]],
+        sends: bool,
+        patience_seconds: float,
+        api_key: str | None = None,
+    ) -> None:
+        self._servers = [_Server(url=url.rstrip("/")) for url in urls]
+        self._parameters, self._sends, self._patience = parameters, sends, patience_seconds
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._changed = threading.Condition()
+        self._version: str | None = None
+        self._folder: Path | None = None
+        self._fault: Exception | None = None
+        self._homes: dict[tuple[int, ...], _Server] = {}
+        self._slowest = 0.0
+        self._closed = False
+        self._keepers = [
+            threading.Thread(target=self._keep, args=(server,), name="ztk-keeper", daemon=True)
+            for server in self._servers
+        ]
+        for keeper in self._keepers:
+            keeper.start()
+
+    def publish(self, version: str, *, folder: Path | None) -> None:
+        """Draws with these weights from now on. folder: has their safetensors, on the rank that sends, until the next call."""
+        with self._changed:
+            self._version, self._folder = version, folder
+            self._changed.notify_all()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of weights that were sent so far, over all servers."""
+        return sum(server.sent_bytes for server in self._servers)
+
+    def close(self) -> None:
+        """Ends the threads of the servers. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for keeper in self._keepers:
+            keeper.join(timeout=_PROBE_SECONDS)
+
+    def generate(self, prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams]) -> list[Completion]:
+        """One answer to each prompt, all by the newest weights.
+
+        Raises:
+            ServersLost: no server has answered for the time of `patience_seconds`.
+            ServerFault: a server refuses a request, or has another model.
+        """
+        parts = _parts_of(prompts, sampling=sampling)
+        waiting, heard = deque(parts), time.monotonic()
+        with self._changed:
+            try:
+                while any(part.found is None for part in parts):
+                    if self._fault is not None:
+                        raise self._fault
+                    waiting.extend(
+                        part for part in parts if part.found is None and not part.asked and part not in waiting
+                    )
+                    self._hand_out(waiting, parts=parts)
+                    done = sum(part.found is not None for part in parts)
+                    self._changed.wait(_BEAT_SECONDS)
+                    if sum(part.found is not None for part in parts) > done:
+                        heard = time.monotonic()
+                    if time.monotonic() - heard > self._patience:
+                        raise ServersLost(self._lost())
+            finally:
+                for asked in [asked for part in parts for asked in part.asked]:
+                    self._hang_up(asked)
+        found = {row: one for part in parts for row, one in zip(part.rows, part.found or (), strict=True)}
+        return [found[row] for row in range(len(prompts))]
+
+    def _lost(self) -> str:
+        states = "; ".join(f"{server.url}: {server.error}" for server in self._servers)
+        return (
+            f"rollout.servers: none has answered for {self._patience:g} s ({states}); start them again and resume the run, or raise "
+            "rollout.servers_wait"
+        )
+
+    # Requests. The caller holds the lock.
+
+    def _hand_out(self, waiting: deque[_Part], *, parts: Sequence[_Part]) -> None:
+        """Sends parts to servers with the newest weights, and late ones a second time."""
+        while waiting:
+            server = self._chosen(waiting[0])
+            if server is None:
+                return
+            self._ask(waiting.popleft(), server=server)
+        late = max(_SLOWER * self._slowest, 1.0) if self._slowest else _FIRST_SECONDS
+        now = time.monotonic()
+        for part in parts:
+            if part.found is None and len(part.asked) == 1 and now - part.asked[0].began > late:
+                idle = [server for server in self._ready() if not server.rows and server is not part.asked[0].server]
+                if not idle:
+                    return
+                self._ask(part, server=idle[0])
+
+    def _ready(self) -> list[_Server]:
+        return [one for one in self._servers if self._version is not None and one.version == self._version]
+
+    def _chosen(self, part: _Part) -> _Server | None:
+        """The least loaded server, or the one that has drawn for the same beginning if it is about as loaded."""
+        ready = [one for one in self._ready() if not one.rows or one.rows + len(part.rows) <= _MOST]
+        if not ready:
+            return None
+        least = min(ready, key=lambda one: one.rows)
+        home = self._homes.get(part.prefix)
+        return home if home in ready and home.rows <= least.rows + _ROWS else least
+
+    def _ask(self, part: _Part, *, server: _Server) -> None:
+        assert self._version is not None, "a server is ready"
+        if len(self._homes) > 1 << 16:
+            self._homes.clear()
+        self._homes[part.prefix] = server
+        server.rows += len(part.rows)
+        connection = self._connection(server, seconds=self._patience)
+        asked = _Asked(part=part, server=server, version=self._version, began=time.monotonic(), connection=connection)
+        part.asked.append(asked)
+        threading.Thread(target=self._wait_for, args=(asked,), name="ztk-asked", daemon=True).start()
+
+    def _hang_up(self, asked: _Asked) -> None:
+        """Ends a request whose answer is not needed. Its server may not answer any more, so its keeper looks."""
+        self._drop(asked)
+        asked.server.version, asked.server.error = None, "it was slower than another server"
+        with suppress(OSError, AttributeError):
+            asked.connection.sock.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()
+
+    def _drop(self, asked: _Asked) -> None:
+        if asked in asked.part.asked:
+            asked.part.asked.remove(asked)
+            asked.server.rows -= len(asked.part.rows)
+
+    # Threads of requests
+
+    def _wait_for(self, asked: _Asked) -> None:
+        part = asked.part
+        error: Exception | None = None
+        found: list[Completion] = []
+        try:
+            reply = self._called(asked.connection, "POST", "/v1/completions", body=part.body)
+            found = _completions(reply, count=len(part.rows), version=asked.version)
+        except Exception as own:  # noqa: BLE001 - any fault is its server's
+            error = own
+            if isinstance(own, _Later):
+                time.sleep(_BEAT_SECONDS)
+        with self._changed:
+            is_needed = asked in part.asked
+            self._drop(asked)
+            if is_needed and error is None and part.found is None:
+                part.found, self._slowest = found, max(self._slowest, time.monotonic() - asked.began)
+                for other in list(part.asked):
+                    self._hang_up(other)
+            elif is_needed and error is not None:
+                self._fail(asked, error=error)
+            self._changed.notify_all()
+
+    def _fail(self, asked: _Asked, *, error: Exception) -> None:
+        server, part = asked.server, asked.part
+        if isinstance(error, ServerFault):
+            self._fault = error
+        if isinstance(error, _Failed):
+            part.failures += 1
+            if part.failures >= _TRIES:
+                self._fault = ServerFault(f"rollout.servers: {server.url} cannot draw: {error}")
+        if isinstance(error, _Later):
+            return
+        if server.version == asked.version:  # else it has newer weights already
+            server.version = None
+        server.error = f"{type(error).__name__}: {error}"
+
+    # Threads of servers
+
+    def _keep(self, server: _Server) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (self._version is None or server.version == self._version):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                version, folder = self._version, self._folder
+            assert version is not None, "one was published"
+            try:
+                has = self._look(server)
+                if has != version and self._sends:
+                    assert folder is not None, "the rank that sends has the files"
+                    self._send(server, version=version, folder=folder)
+                    has = version
+            except ServerFault as error:
+                with self._changed:
+                    if self._version != version:
+                        continue  # the files of an older version may be gone
+                    self._fault = error
+                    self._changed.notify_all()
+                return
+            except Exception as error:  # noqa: BLE001 - it may come back
+                has, server.error = None, f"{type(error).__name__}: {error}"
+            with self._changed:
+                if has == version:
+                    server.version = version
+                    self._changed.notify_all()
+                elif not self._closed:
+                    self._changed.wait(_BEAT_SECONDS)
+
+    def _look(self, server: _Server) -> str | None:
+        """The version of its weights. Raises ServerFault if its model is another one."""
+        state = self._request(server, "GET", "/v1/weights", seconds=_PROBE_SECONDS)
+        theirs = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        own = {name: tuple(shape) for name, shape in self._parameters.items()}
+        for name in sorted(theirs.keys() | own.keys()):
+            if theirs.get(name) != own.get(name):
+                raise ServerFault(
+                    f"rollout.servers: {server.url} has another model: {name} is {theirs.get(name)} there and {own.get(name)} here; start "
+                    "it with inference.model of this run's shape"
+                )
+        return state["version"]
+
+    def _send(self, server: _Server, *, version: str, folder: Path) -> None:
+        begin = json.dumps({"version": version, "on_update": "continue"}).encode()
+        self._request(server, "POST", "/v1/weights", body=begin)
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as part:
+                self._request(server, "PUT", f"/v1/weights/{version}", body=part, size=file.stat().st_size)
+            server.sent_bytes += file.stat().st_size
+        self._request(server, "POST", f"/v1/weights/{version}")
+
+    # HTTP
+
+    def _connection(self, server: _Server, *, seconds: float) -> http.client.HTTPConnection:
+        place = urlsplit(server.url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        return kind(place.hostname or "", place.port, timeout=seconds, blocksize=1 << 20)
+
+    def _request(
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        *,
+        body: Any = b"",
+        size: int | None = None,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
+        connection = self._connection(server, seconds=self._patience if seconds is None else seconds)
+        try:
+            return self._called(connection, method, path, body=body, size=size)
+        finally:
+            connection.close()
+
+    def _called(
+        self, connection: http.client.HTTPConnection, method: str, path: str, *, body: Any, size: int | None = None
+    ) -> dict[str, Any]:
+        """The reply's JSON. Raises ServerFault for a refusal, `_Failed` for an error of the server, and `_Later`."""
+        length = {} if size is None else {"Content-Length": str(size)}
+        try:
+            connection.request(
+                method, path, body=body, headers=self._headers | {"Content-Type": "application/json"} | length
+            )
+            reply = connection.getresponse()
+            text = reply.read()
+        finally:
+            if connection.sock is not None:
+                connection.close()
+        if reply.status == http.client.OK:
+            return json.loads(text)
+        place = f"{method} {path} of {connection.host}:{connection.port}: {reply.status} {_message(text)}"
+        if reply.status in (408, 409, 429):
+            raise _Later(place)
+        raise (ServerFault if reply.status < 500 else ConnectionError if reply.status == 503 else _Failed)(place)
+
+
+class _Failed(RuntimeError):
+    """A server that could not compute an answer."""
+
+
+class _Later(RuntimeError):
+    """A server that has no room now, or is given weights by another trainer."""
+
+
+def _message(text: bytes) -> str:
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return text[:200].decode(errors="replace")
+
+
+def _parts_of(prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams]) -> list[_Part]:
+    """The rows in requests of one prompt each."""
+    groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+        groups.setdefault((tuple(prompt), own.max_tokens), []).append(row)
+    return [
+        _Part(rows=own, body=_body(prompt, sampling=[sampling[row] for row in own]), prefix=prompt[:_AFFINE])
+        for (prompt, _), rows in groups.items()
+        for own in (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+    ]
+
+
+def _body(prompt: Sequence[int], *, sampling: Sequence[SamplingParams]) -> bytes:
+    """A request for one answer per `sampling`, which differ in their keys alone. It has all fields that have defaults on the server."""
+    one = sampling[0]
+    fields = {
+        "prompt": [list(prompt)] * len(sampling),
+        "draw_keys": [own.draw_key for own in sampling],
+        "max_tokens": one.max_tokens,
+        "temperature": one.temperature,
+        "seed": one.seed,
+        "fp32_logprobs": one.fp32_logprobs,
+        "stop_token_ids": list(one.stop_token_ids),
+        "ignore_eos": True,
+        "stop": [],
+        "logprobs": 0,
+        "return_token_ids": True,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    return json.dumps(fields).encode()
+
+
+def _completions(reply: Mapping[str, Any], *, count: int, version: str) -> list[Completion]:
+    """The answers of a reply. Raises ConnectionError if some were not drawn with the weights of `version`."""
+    choices = sorted(reply["choices"], key=lambda one: one["index"])
+    if len(choices) != count:
+        raise ConnectionError(f"{len(choices)} answers instead of {count}")
+    for choice in choices:
+        if choice.get("versions") != [{"version": version, "tokens": len(choice["token_ids"])}]:
+            raise ConnectionError(f"an answer was drawn with the weights {choice.get('versions')} instead of {version}")
+    return [
+        Completion(
+            tokens=choice["token_ids"],
+            logprobs=torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32),
+            processed_logprobs=torch.tensor(choice["logprobs"]["processed_token_logprobs"], dtype=torch.float32),
+            finish_reason=choice["finish_reason"],
+        )
+        for choice in choices
+    ]

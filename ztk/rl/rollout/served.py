@@ -1,0 +1,95 @@
+"""Draws answers with the servers of `rollout.servers`, in place of the run's own processes."""
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.cached import Merged, sampling_of, write_answers
+from ztk.rl.rollout.fleet import Fleet
+from ztk.rl.rollout.hybrid import Requests, TurnDraws
+from ztk.rl.rollout.weights import RolloutPolicy
+from ztk.train.engine import Engine
+
+_PART_BYTES = 1 << 26  # of a file of weights, unless a tensor is larger
+Save = Callable[[dict[str, Tensor], Path], None]
+
+
+class ServedRollouts:
+    """Each rank asks the servers for its own answers. Rank 0 writes the weights of a step into files, one after the other, and sends them.
+
+    Answers have the tokens that `CachedRollouts` draws where the servers compute with the same bits. Weights are written on the first samples
+    after an optimizer step.
+    """
+
+    copies_weights = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        urls: Sequence[str],
+        folder: Path,
+        save: Save,
+        patience_seconds: float,
+        api_key: str | None = None,
+    ) -> None:
+        """folder: holds the files of one step. save: writes safetensors. patience_seconds, api_key: arguments of `Fleet`. A collective call."""
+        self._source, self._folder, self._save = Merged(engine), folder, save
+        self._leads = engine.comm.rank == 0
+        # A server may have weights of the same step of another run.
+        self._run = engine.comm.broadcast_object(uuid.uuid4().hex[:16], label="run of servers")
+        shapes = {name: tuple(value.shape) for name, value in self._source.full_parameters()}
+        given = {"patience_seconds": patience_seconds, "api_key": api_key}
+        self.fleet = Fleet(urls, parameters=shapes, sends=self._leads, **given)
+        self._step = -1  # policy step of the files
+
+    @contextmanager
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
+        """Prepares draws as `Rollouts.turns` does. Draws may be made on another thread, while the engine steps."""
+        sampling = sampling_of(policy, keys=requests.keys(seed=policy.seed, step=step), as_trainer=True)
+        self._publish()
+
+        def draw(samples: Samples, limits: Tensor) -> None:
+            rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
+            prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
+            own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
+            write_answers(self.fleet.generate(prompts, sampling=own), samples=samples, rows=rows)
+
+        yield TurnDraws(draw=draw, go_on=bool)
+
+    def close(self) -> None:
+        """Ends the threads of the servers and removes the files. Idempotent."""
+        self.fleet.close()
+        if self._leads:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _publish(self) -> None:
+        """Makes the weights of now the ones to draw with. A collective call."""
+        engine = self._source.engine
+        if self._step == engine.global_steps:
+            return
+        self._step = engine.global_steps
+        version = f"{self._run}-{self._step}"
+        folder, before = self._folder / version, [*self._folder.glob("*")] if self._leads else []
+        if self._leads:
+            folder.mkdir(parents=True)
+        part, size, count = dict[str, Tensor](), 0, 0
+        for name, value in self._source.full_parameters():
+            if not self._leads:
+                continue
+            part[name] = value.detach().to("cpu", copy=True).contiguous()
+            size += part[name].nbytes
+            if size >= _PART_BYTES:
+                self._save(part, folder / f"{count:05}.safetensors")
+                part, size, count = {}, 0, count + 1
+        if part:
+            self._save(part, folder / f"{count:05}.safetensors")
+        self.fleet.publish(version, folder=folder if self._leads else None)
+        for old in before:
+            shutil.rmtree(old, ignore_errors=True)
