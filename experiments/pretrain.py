@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk import checkpoint
-from ztk.config import Config, is_own, to_yaml
+from ztk.config import Config, check_resumed, is_own, to_yaml
 from ztk.core.policies.runs import AUTO
 from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
@@ -193,7 +193,9 @@ def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None
     given = None if given == AUTO else given
     goes_back = given is not None and Path(given).is_relative_to(own.path)
     if not goes_back and (config.checkpoint.resume is not None or config.launch.elastic):
-        loaded = checkpoint.load_newest(engine, folder=own.checkpoints)
+        loaded = checkpoint.load_newest(
+            engine, folder=own.checkpoints, check_older=lambda step: check_resumed(config, given=str(step))
+        )
         if loaded is not None:
             return loaded
     return None if given is None else checkpoint.load(engine, path=given)

@@ -195,6 +195,22 @@ def test_a_run_is_compared_with_its_checkpoint_not_with_the_last_start(tmp_path,
     assert done.returncode == 2 and "the checkpoint's run has optimizer.lr=0.003" in done.stderr, done.stderr
 
 
+def test_an_older_checkpoint_of_another_configuration_does_not_replace_a_damaged_one(tmp_path, finished):
+    """As after `checkpoint.allow_changes=true`: the newest checkpoint has this configuration, the one before has another."""
+    folder = tmp_path / "run"
+    make("a finished run", folder=folder, finished=finished)
+    older, newest = (folder / "checkpoints" / f"step-00000{step}" for step in (2, 4))
+    record = older / "run.yaml"
+    record.write_text(re.sub(r"\n  lr: [\d.]+", "\n  lr: 0.5", record.read_text()))
+    (newest / "rank-00000.safetensors").unlink()
+    words = (*(word for word in LINE if not word.startswith("train.steps")), "train.steps=6", "checkpoint.resume=auto")
+    done = run_command(*words, cwd=tmp_path)
+    assert done.returncode and f"{older} is the newest complete checkpoint" in done.stderr, done.stderr
+    assert "the checkpoint's run has optimizer.lr=0.5" in done.stderr
+    done = run_command(*words, "checkpoint.allow_changes=true", cwd=tmp_path)
+    assert done.returncode == 0 and f"continues after step 2 from {older}" in done.stdout, done.stderr
+
+
 def test_answers_are_refused_in_the_folder_of_a_run(tmp_path, finished):
     folder = tmp_path / "run"
     make("a finished run", folder=folder, finished=finished)

@@ -138,18 +138,30 @@ def load(
     )
 
 
-def load_newest(engine: Engine, *, folder: str | os.PathLike) -> LoadReport | None:
+def load_newest(
+    engine: Engine, *, folder: str | os.PathLike, check_older: Callable[[Path], None] | None = None
+) -> LoadReport | None:
     """Sets the engine's state from the latest checkpoint of `folder`. Returns None if there never was one. A collective call.
 
     If a checkpoint is damaged, the newest intact one is loaded instead: `passed_over` of the report names the file and the fault, and
     rank 0 issues a RuntimeWarning.
 
+    check_older: called on every rank with a checkpoint that would be loaded in place of a damaged one; raises ValueError if the run must
+        not continue from it.
+
     Raises:
-        CheckpointError: all checkpoints are damaged, or the error would be the same for an older checkpoint, such as another model.
+        CheckpointError: all checkpoints are damaged, `check_older` refuses one, or the error would be the same for an older checkpoint, such as another model.
     """
     comm = engine.process.comm
     found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
     for path in found:
+        if faults and check_older is not None:
+            try:
+                check_older(path)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path} is the newest complete checkpoint, because {'; '.join(faults)}; the run does not continue from it: {error}"
+                ) from error
         try:
             report = load(engine, path=path)
         except DamagedCheckpoint as error:
