@@ -65,10 +65,7 @@ def lora_policy(config: Config) -> LoraPolicy | None:
 
 
 def optimizer_policy(config: Config) -> OptimizerPolicy:
-    values = _given(config.optimizer)
-    if "betas" in values:
-        values["betas"] = tuple(values["betas"])
-    return OptimizerPolicy(**values, rounding_seed=config.train.seed)
+    return replace(policy_of(OptimizerPolicy, given=config.optimizer), rounding_seed=config.train.seed)
 
 
 def optimizer_of(config: Config, *, model: nn.Module) -> dict[str, Any]:
@@ -91,12 +88,12 @@ def learning_rates(config: Config, *, lr: float | None = None) -> Tensor | None:
             return None
         policy = optimizer_policy(config)
         return own_learning_rates(config, policy=policy if lr is None else replace(policy, lr=lr))
-    return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
+    return lr_table(policy_of(SchedulePolicy, given=config.scheduler), steps=config.train.steps)
 
 
 def ema_policy(config: Config) -> EmaPolicy | None:
     """Returns None if there is no average of the weights."""
-    return EmaPolicy(**_given(config.ema)) if config.ema.decay else None
+    return policy_of(EmaPolicy, given=config.ema) if config.ema.decay else None
 
 
 def precision_policy(config: Config) -> PrecisionPolicy:
@@ -113,9 +110,7 @@ def precision_policy(config: Config) -> PrecisionPolicy:
 
 
 def zero_policy(config: Config) -> ZeroPolicy:
-    follows_size = config.zero.stage == 3 and config.zero.prefetch_bucket_size is None
-    values = _given(config.zero, without=("engine",))
-    return ZeroPolicy(**values | ({"prefetch_bucket_size": None} if follows_size else {}))
+    return policy_of(ZeroPolicy, given=config.zero)
 
 
 def offload_policy(config: Config) -> OffloadPolicy:
@@ -154,7 +149,7 @@ def tensor_policy(config: Config) -> TensorPolicy:
 
 
 def recompute_policy(config: Config) -> RecomputePolicy:
-    return RecomputePolicy(**_given(config.recompute))
+    return policy_of(RecomputePolicy, given=config.recompute)
 
 
 def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPolicy:

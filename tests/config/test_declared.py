@@ -14,6 +14,7 @@ from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
 from ztk.core.policies.key import declared_keys, policy_of
 from ztk.core.policies.offload import OffloadConfig, OffloadPolicy
+from ztk.core.policies.zero import ZeroPolicy
 
 ROOT = Path(__file__).parents[2]
 # Class -> fields that stand in its body and, with the same name, in a section, too. No commit may add one.
@@ -36,7 +37,6 @@ TWICE = {
     "TensorPolicy": 2,
     "TextPolicy": 2,
     "TrackerPolicy": 2,
-    "ZeroPolicy": 10,
 }
 # Declares train.patience before anything has read the section, and prints everything that is derived from the declaration.
 SCRIPT = '''
@@ -148,6 +148,7 @@ def test_the_command_line_and_the_library_make_the_same_policy():
         return policy_of(policy, given=getattr(config, section))
 
     folder = "/tmp/declared/nvme"
+    assert made(ZeroPolicy, "zero", "zero=stage3") == ZeroPolicy(stage=3)
     assert made(OffloadPolicy, "offload") == OffloadPolicy()
     assert made(OffloadPolicy, "offload", "zero=stage3", "offload=nvme", "offload.threads=2") == OffloadPolicy(
         optimizer="nvme", parameters="nvme", nvme_path=folder, threads=2

@@ -86,7 +86,8 @@ def test_reuse_and_persistence_save_gathers(ranks):
     """max_reuse_distance keeps units that are used again soon; persistent parameters are gathered once per step, after the update."""
     steps = 5
     plain = ranks(2).run(train, layout=Layout(stage=3), steps=steps, plain=True)[0]
-    kept = ranks(2).run(train, layout=Layout(stage=3, zero={"max_reuse_distance": 10**9}), steps=steps, plain=True)[0]
+    zero = {"max_reuse_distance": 10**9, "max_live_parameters": 10**9}
+    kept = ranks(2).run(train, layout=Layout(stage=3, zero=zero), steps=steps, plain=True)[0]
     assert kept.digest == plain.digest
     backward = plain.elements["all_gather"] - steps * plain.padded
     saved = plain.elements["all_gather"] - kept.elements["all_gather"]
@@ -100,7 +101,8 @@ def test_live_parameters_are_bounded(ranks):
     """Without prefetching and with a small bound, two gathered buckets at most exist at one time (the root's and a unit's)."""
     layout = {"prefetch_bucket_size": 0, "max_live_parameters": 0}
     lean = ranks(2).run(train, layout=Layout(stage=3, zero=layout), steps=3, plain=True)[0]
-    eager = ranks(2).run(train, layout=Layout(stage=3), steps=3, plain=True)[0]
+    layout = {"prefetch_bucket_size": 50_000_000, "max_live_parameters": 10**9}
+    eager = ranks(2).run(train, layout=Layout(stage=3, zero=layout), steps=3, plain=True)[0]
     assert lean.digest == eager.digest
     assert lean.memory["device"]["gathered"] < eager.memory["device"]["gathered"] / 2
 

@@ -159,10 +159,15 @@ def _on_line(entry: Field, *, section: type, hint: Any) -> tuple[Any, Field]:
 
 
 def policy_of(policy: type[_Section], *, given: Any) -> _Section:
-    """Returns the policy with the values of a section. A None in the section is the policy's default."""
+    """Returns the policy with the values of a section. A None in the section is the policy's default. Enumerations become their words, and
+    lists tuples."""
     names = {entry.name for entry in fields(policy)} & {entry.name for entry in fields(given)}
     values = {name: getattr(given, name) for name in names}
-    return policy(**{name: value for name, value in values.items() if value is not None})
+    return policy(**{name: _of_policy(value) for name, value in values.items() if value is not None})
+
+
+def _of_policy(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache

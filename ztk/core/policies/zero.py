@@ -1,14 +1,14 @@
-"""Keys and policy of ZeRO."""
+"""Sharding of states and parameters (ZeRO)."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from ztk.core.policies.key import Changes, When, key, key_faults
+from ztk.core.policies.key import Changes, When, key, key_faults, section
 from ztk.core.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, refuse
 
-MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
+MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default of max_live_parameters
 
 
 class ZeroEngine(StrEnum):
@@ -23,22 +23,40 @@ ZTK = When("zero=stage0 to stage3", lambda config, machine: config.zero.engine =
 STAGE3 = When("zero=stage3", lambda config, machine: config.zero.stage == 3)
 
 
-@dataclass(kw_only=True)
-class ZeroConfig:
-    """Which of optimizer states, gradients and parameters are sharded, and by which implementation."""
+class ZeroChoices(Protocol):
+    """The fields that rules between policies read; None if not given."""
+
+    stage: int | None
+    hpz_partition_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroPolicy:
+    """Which states are sharded over the data-parallel ranks (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), how far ahead
+    parameters are gathered, and how many stay gathered. Sizes are in elements.
+
+    bucket_size: a parameter is never split.
+    prefetch_bucket_size: a fixed number gathers all of a small model.
+    overlap_gather: operations that access a parameter through torch wait, too. Off by default; `run.py` turns it on for its own tasks. A
+        C++ extension that bypasses torch and reads a parameter between steps would not wait.
+
+    ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
+    quantized_weights: master weights stay exact.
+    quantized_nontrainable_weights: the same for frozen parameters only, such as the weights below adapters.
+    hpz_partition_size: must equal the topology's `intra_node`.
+
+    Raises ValueError for a number outside of its range and for an option that the stage does not have.
+    """
 
     changes: ClassVar = Changes.experiment
 
-    engine: ZeroEngine = key(
-        "the implementation: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with",
-        default=MISSING,
-    )
-    stage: int | None = key(
+    stage: int = key(
         "sharded states: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
+        default=0,
         range=Range(low=0, high=3),
         acts=ZTK,
     )
-    bucket_size: int | None = key(
+    bucket_size: int = key(
         "elements of one flat buffer; a larger unit is split", default=500_000_000, range=SIZE, acts=ZTK
     )
     prefetch_bucket_size: int | None = key(
@@ -55,87 +73,45 @@ class ZeroConfig:
         acts=STAGE3,
         optional=True,
     )
-    max_reuse_distance: int | None = key(
-        "a unit stays gathered if it is used again within this many elements", range=SIZE_OR_ZERO, acts=STAGE3
+    max_reuse_distance: int = key(
+        "a unit stays gathered if it is used again within this many elements",
+        default=0,
+        range=SIZE_OR_ZERO,
+        acts=STAGE3,
     )
-    overlap_gather: bool | None = key(
+    overlap_gather: bool = key(
         "the next forward begins while updated parameters are gathered, and waits per bucket at its first use",
+        default=False,
         acts=When("zero=stage1 or zero=stage2", lambda config, machine: config.zero.stage in (1, 2)),
         optional=True,
     )
-    param_persistence_threshold: int | None = key(
-        "parameters with at most this many elements are never sharded", range=SIZE_OR_ZERO, acts=STAGE3
+    param_persistence_threshold: int = key(
+        "parameters with at most this many elements are never sharded", default=0, range=SIZE_OR_ZERO, acts=STAGE3
     )
-    quantized_weights: bool | None = key(
+    quantized_weights: bool = key(
         "all-gather parameters as int8: half the bytes, and all ranks compute with the rounded values (ZeRO++ qwZ)",
+        default=False,
         acts=STAGE3,
         changes=Changes.numbers,
     )
-    quantized_gradients: bool | None = key(
+    quantized_gradients: bool = key(
         "reduce gradients as int4: a quarter of the bytes (ZeRO++ qgZ)",
+        default=False,
         acts=When(
             "zero=stage2 or zero=stage3",
             lambda config, machine: config.zero.engine == "ztk" and (config.zero.stage or 0) >= 2,
         ),
         changes=Changes.numbers,
     )
-    hpz_partition_size: int | None = key(
+    hpz_partition_size: int = key(
         "this many neighbouring ranks (a node's GPUs) keep a second copy of the parameters, from which the backward gathers "
         "(ZeRO++ hpZ); 1: off",
+        default=1,
         range=COUNT,
         acts=STAGE3,
         was="zero.secondary_shards",
     )
-
-
-class ZeroChoices(Protocol):
-    """The fields that rules between policies read; None if not given."""
-
-    stage: int | None
-    hpz_partition_size: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroPolicy:
-    """Which states are sharded over the data-parallel ranks, how far ahead parameters are gathered, and how many stay gathered.
-
-    stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
-        https://arxiv.org/abs/1910.02054). Sizes below are in elements.
-    bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
-    prefetch_bucket_size: stage 3: elements gathered ahead of their use, at least one bucket unless it is 0. None means a sixteenth of the
-        model, at most 50,000,000, and 0 if a bucket has more than an eighth of it. A fixed number gathers all of a small model.
-    max_live_parameters: stage 3: prefetching stops when this many elements are gathered, and no more stay for their next use. None means
-    half of
-        the model, or the sum of the root, the largest unit and the prefetched elements if that is more, at most 1,000,000,000. A rollout or
-        a pipeline batch then keeps that many gathered, too.
-    max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
-    param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
-    overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
-        Operations that access a parameter through torch wait, too. Off by default; `run.py` turns it on for its own tasks. A C++ extension
-        that bypasses torch and reads a parameter between steps would not wait.
-
-    ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
-    quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay
-    exact.
-    quantized_nontrainable_weights: the same for frozen parameters only, such as the weights below adapters.
-    quantized_gradients: stages 2 and 3: gradients are reduced as int4.
-    hpz_partition_size: stage 3: groups of this many ranks (a node's) keep a second copy of the parameters, and the backward gathers from
-        it. It must equal the topology's `intra_node`.
-
-    Raises ValueError for a number outside of its range and for an option that the stage does not have.
-    """
-
-    stage: int = 0
-    bucket_size: int = 500_000_000
-    prefetch_bucket_size: int | None = 50_000_000
-    max_live_parameters: int | None = MAX_LIVE_PARAMETERS
-    max_reuse_distance: int = 0
-    param_persistence_threshold: int = 0
-    quantized_weights: bool = False
     quantized_nontrainable_weights: bool = False
-    quantized_gradients: bool = False
-    hpz_partition_size: int = 1
-    overlap_gather: bool = False
 
     def __post_init__(self) -> None:
         refuse(self._faults())
@@ -146,7 +122,7 @@ class ZeroPolicy:
         return MAX_LIVE_PARAMETERS if self.max_live_parameters is None else self.max_live_parameters
 
     def _faults(self) -> Iterator[str]:
-        yield from key_faults(self, keys=ZeroConfig, section="zero")
+        yield from key_faults(self, section="zero")
         for name in ("quantized_weights", "quantized_nontrainable_weights"):
             if getattr(self, name) and self.stage < 3:
                 yield f"zero.{name}=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
@@ -174,3 +150,13 @@ class ZeroPolicy:
     def shards_parameters(self) -> bool:
         """Stage 3."""
         return self.stage >= 3
+
+
+@section
+class ZeroConfig(ZeroPolicy):
+    """Which of optimizer states, gradients and parameters are sharded, and by which implementation."""
+
+    engine: ZeroEngine = key(
+        "the implementation: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with",
+        default=MISSING,
+    )

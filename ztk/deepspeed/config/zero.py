@@ -95,7 +95,12 @@ STAGE3 = {  # keys that act at stage 3 -> fields of ZeroPolicy
     "stage3_param_persistence_threshold": "param_persistence_threshold",
 }
 # DeepSpeed's defaults, where they differ from ZeroPolicy's.
-_DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
+_DEFAULTS = {
+    "prefetch_bucket_size": 50_000_000,
+    "max_live_parameters": 1_000_000_000,
+    "param_persistence_threshold": 100_000,
+    "max_reuse_distance": 1_000_000_000,
+}
 _ZERO_PLUS_PLUS = {
     "zero_hpz_partition_size": ("hpz_partition_size", 1),
     "zero_quantized_weights": ("quantized_weights", False),
