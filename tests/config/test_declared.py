@@ -14,6 +14,7 @@ from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
 from ztk.core.policies.key import declared_keys, policy_of
 from ztk.core.policies.offload import OffloadConfig, OffloadPolicy
+from ztk.core.policies.schedule import SchedulePolicy
 from ztk.core.policies.zero import ZeroPolicy
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,6 @@ TWICE = {
     "PrecisionPolicy": 4,
     "RecomputePolicy": 6,
     "RolloutPolicy": 3,
-    "SchedulePolicy": 18,
     "TensorPolicy": 2,
     "TextPolicy": 2,
     "TrackerPolicy": 2,
@@ -149,6 +149,9 @@ def test_the_command_line_and_the_library_make_the_same_policy():
 
     folder = "/tmp/declared/nvme"
     assert made(ZeroPolicy, "zero", "zero=stage3") == ZeroPolicy(stage=3)
+    assert made(SchedulePolicy, "scheduler", "scheduler=wsd", "train.steps=100") == SchedulePolicy(
+        name="wsd", warmup_steps=5, decay_steps=10, final=0.1
+    )
     assert made(OffloadPolicy, "offload") == OffloadPolicy()
     assert made(OffloadPolicy, "offload", "zero=stage3", "offload=nvme", "offload.threads=2") == OffloadPolicy(
         optimizer="nvme", parameters="nvme", nvme_path=folder, threads=2

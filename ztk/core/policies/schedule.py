@@ -1,11 +1,11 @@
-"""Keys and policy of the learning-rate schedule."""
+"""The learning-rate schedule."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ztk.core.policies.key import chosen, key, key_faults, within
+from ztk.core.policies.key import chosen, key, key_faults, section, within
 from ztk.core.policies.ranges import (
     COUNT,
     COUNT_OR_ZERO,
@@ -65,98 +65,72 @@ def _log_faults(config: "Config") -> Iterator[str]:
         )
 
 
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """The learning rate over the optimizer steps, as multiples of optimizer.lr."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulePolicy:
+    """How the learning rate moves. Multiplier 1 is the optimizer's `lr`: the rate after warm-up, the peak of a cycle,
+    the start of a range test.
 
-    name: SchedulerName = key("the schedule", default=MISSING)
-    warmup_steps: int | None = key(
+    warmup_steps, rise_steps, step_size: numbers here. Only the command line derives them from train.steps.
+    warmup_shape: log needs two steps. decay_shape: exponential needs a `final` above 0.
+    fall_steps: 0 ends the cycle at the lowest multiplier, at the step of its peak.
+
+    Raises ValueError for a value out of range and for an option that the schedule does not have.
+    """
+
+    name: str = key("the schedule", default="constant", chosen=True, line=SchedulerName)
+    warmup_steps: int = key(
         "steps in which the learning rate rises; null: a twentieth of train.steps",
+        default=0,
         range=COUNT_OR_ZERO,
         acts=_WARMED,
         optional=True,
     )
-    warmup_shape: WarmupShape | None = key("how it rises", acts=_WARMS_UP, contradicts=_log_faults)
+    warmup_shape: str = key("how it rises", default="linear", acts=_WARMS_UP, contradicts=_log_faults, line=WarmupShape)
     warmup_start: float | None = key(
         "first multiplier; null: 1 / warmup_steps", range=FRACTION, acts=_WARMS_UP, optional=True
     )
-    final: float | None = key("multiplier at the end", range=FRACTION, acts=_DECAYED)
+    final: float = key("multiplier at the end", default=0.0, range=FRACTION, acts=_DECAYED)
     total_steps: int | None = key(
         "step at which the decay ends; null: train.steps", range=COUNT, acts=_DECAYED, optional=True
     )
     decay_steps: int | None = key(
         "steps of wsd's decay, the last ones; null: a tenth of the steps", range=COUNT, acts=_WSD, optional=True
     )
-    decay_shape: DecayShape | None = key(
+    decay_shape: str = key(
         "how wsd decays: linear; cosine: half a cosine; sqrt: 1 - square root, steep first; exponential: by the same factor per step",
+        default="linear",
         acts=_WSD,
         contradicts=lambda config: shape_faults(shape=config.scheduler.decay_shape, final=config.scheduler.final),
+        line=DecayShape,
     )
-    start: float | None = key("lowest multiplier", range=FRACTION, acts=_ONE_CYCLE)
-    rise_steps: int | None = key("steps up; null: half of train.steps", range=COUNT, acts=_ONE_CYCLE, optional=True)
+    start: float = key("lowest multiplier", default=0.1, range=FRACTION, acts=_ONE_CYCLE)
+    rise_steps: int = key(
+        "steps up; null: half of train.steps", default=2000, range=COUNT, acts=_ONE_CYCLE, optional=True
+    )
     fall_steps: int | None = key("steps down; null: as rise_steps", range=COUNT_OR_ZERO, acts=_ONE_CYCLE, optional=True)
-    rise_stairs: int | None = key("stairs on the way up; 0: a slope", range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
+    rise_stairs: int = key("stairs on the way up; 0: a slope", default=0, range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
     fall_stairs: int | None = key(
         "stairs on the way down; null: as rise_stairs", range=COUNT_OR_ZERO, acts=_ONE_CYCLE, optional=True
     )
-    decay_rate: float | None = key(
+    decay_rate: float = key(
         "after the cycle the rate is divided by 1 + decay_rate per decay_interval steps; 0: it is not",
+        default=0.0,
         range=NOT_NEGATIVE,
         acts=_ONE_CYCLE,
         contradicts=lambda config: decay_faults(
             rate=config.scheduler.decay_rate, interval=config.scheduler.decay_interval
         ),
     )
-    decay_interval: int | None = key("steps of that decay; 0: there is none", range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
-    step_size: int | None = key(
+    decay_interval: int = key("steps of that decay; 0: there is none", default=0, range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
+    step_size: int = key(
         "steps in which the multiplier grows by step_rate; null: a tenth of train.steps",
+        default=2000,
         range=COUNT,
         acts=_RANGE_TEST,
         optional=True,
     )
-    step_rate: float | None = key("growth of the multiplier in step_size steps", range=POSITIVE, acts=_RANGE_TEST)
-    staircase: bool | None = key("grow in jumps of step_size", acts=_RANGE_TEST)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulePolicy:
-    """How the learning rate moves. Multiplier 1 is the optimizer's `lr`: the rate after warm-up, the peak of a cycle,
-    the start of a range test.
-
-    warmup_steps: 0 for none; one_cycle and range_test warm up by themselves.
-    warmup_shape: linear, or log (needs two steps).
-    warmup_start: the first multiplier. Defaults to 1 / warmup_steps, so that no update has rate 0.
-    final: the last multiplier of linear, cosine and wsd. total_steps: the step at which they end. Defaults to the end of the run.
-    decay_steps: the last steps of wsd, in which the rate falls. Defaults to a tenth of the steps, at least one. decay_shape: linear,
-    cosine, sqrt
-        (1 - square root) or exponential, which needs a `final` above 0.
-    start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles. fall_steps defaults to rise_steps; 0 ends the cycle at the
-        lowest multiplier, at the step of its peak.
-    rise_stairs, fall_stairs: steps of a staircase per half cycle, 0 for a slope. fall_stairs defaults to rise_stairs.
-    decay_rate, decay_interval: one_cycle's decay after the cycle; interval 0 for none.
-    step_size, step_rate, staircase: range_test's growth.
-
-    Raises ValueError for a value out of range and for an option that the schedule does not have.
-    """
-
-    name: str = "constant"
-    warmup_steps: int = 0
-    warmup_shape: str = "linear"
-    warmup_start: float | None = None
-    final: float = 0.0
-    total_steps: int | None = None
-    decay_steps: int | None = None
-    decay_shape: str = "linear"
-    start: float = 0.1
-    rise_steps: int = 2000
-    fall_steps: int | None = None
-    rise_stairs: int = 0
-    fall_stairs: int | None = None
-    decay_rate: float = 0.0
-    decay_interval: int = 0
-    step_size: int = 2000
-    step_rate: float = 1.0
-    staircase: bool = False
+    step_rate: float = key("growth of the multiplier in step_size steps", default=1.0, range=POSITIVE, acts=_RANGE_TEST)
+    staircase: bool = key("grow in jumps of step_size", default=False, acts=_RANGE_TEST)
 
     def __post_init__(self) -> None:
         member(self.name, of=SchedulerName, key="scheduler.name")
@@ -165,7 +139,7 @@ class SchedulePolicy:
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        yield from key_faults(self, keys=SchedulerConfig, section="scheduler")
+        yield from key_faults(self, section="scheduler")
         if self.warmup_shape == "log" and self.warmup_steps < 2:
             yield f"scheduler.warmup_shape=log needs scheduler.warmup_steps=2 or more (have {self.warmup_steps})"
         yield from decay_faults(rate=self.decay_rate, interval=self.decay_interval)
@@ -173,6 +147,11 @@ class SchedulePolicy:
         if self.total_steps is not None:
             steps = wsd_steps(self.decay_steps, end=self.total_steps) if self.name == "wsd" else 0
             yield from room_faults(warmup=self.warmup_steps, decay=steps, end=self.total_steps)
+
+
+@section
+class SchedulerConfig(SchedulePolicy):
+    """The learning rate over the optimizer steps, as multiples of optimizer.lr."""
 
 
 def wsd_steps(given: int | None, *, end: int) -> int:
