@@ -12,8 +12,10 @@ from typing import Any
 from ztk.cli.session import Session
 from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
+from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.key import declared_keys, policy_of
 from ztk.core.policies.offload import OffloadConfig, OffloadPolicy
+from ztk.core.policies.recompute import RecomputePolicy
 from ztk.core.policies.schedule import SchedulePolicy
 from ztk.core.policies.zero import ZeroPolicy
 
@@ -23,7 +25,6 @@ TWICE = {
     "CometPolicy": 2,
     "DistillPolicy": 2,
     "DpoPolicy": 6,
-    "EmaPolicy": 3,
     "InferencePolicy": 12,
     "KtoPolicy": 3,
     "LoraPolicy": 4,
@@ -32,7 +33,6 @@ TWICE = {
     "PairwisePolicy": 3,
     "PipelinePolicy": 4,
     "PrecisionPolicy": 4,
-    "RecomputePolicy": 6,
     "RolloutPolicy": 3,
     "TensorPolicy": 2,
     "TextPolicy": 2,
@@ -152,6 +152,8 @@ def test_the_command_line_and_the_library_make_the_same_policy():
     assert made(SchedulePolicy, "scheduler", "scheduler=wsd", "train.steps=100") == SchedulePolicy(
         name="wsd", warmup_steps=5, decay_steps=10, final=0.1
     )
+    assert made(RecomputePolicy, "recompute", "recompute=every2") == RecomputePolicy(mode="full", every=2)
+    assert made(EmaPolicy, "ema", "ema.decay=0.9") == EmaPolicy(decay=0.9)
     assert made(OffloadPolicy, "offload") == OffloadPolicy()
     assert made(OffloadPolicy, "offload", "zero=stage3", "offload=nvme", "offload.threads=2") == OffloadPolicy(
         optimizer="nvme", parameters="nvme", nvme_path=folder, threads=2

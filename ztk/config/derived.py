@@ -147,7 +147,7 @@ def settle(config: Config, *, machine: Machine) -> None:
     settle_batch(config, recorded=_continued(config))
     _settle_paths(config)
     config.train.z_loss = config.train.z_loss or None
-    config.ema.decay = config.ema.decay or None
+    write(config, key="ema.decay", value=config.ema.decay or None)
     config.train.evaluate = None if config.train.evaluate == Evaluated.weights else config.train.evaluate
     steps = config.train.steps
     decay = wsd_steps(None, end=config.scheduler.total_steps or steps)

@@ -1,11 +1,11 @@
-"""Keys and policy of activation checkpointing."""
+"""Activation checkpointing."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from ztk.core.policies.key import Changes, When, key, key_faults, within, without_effect
+from ztk.core.policies.key import Changes, When, key, key_faults, section, within, without_effect
 from ztk.core.policies.ranges import COUNT, member, pattern_faults, refuse
 
 
@@ -32,57 +32,43 @@ _PARTITIONS = When(
 )
 
 
-@dataclass(kw_only=True)
-class RecomputeConfig:
-    """Which activations the backward computes again instead of reading them (activation checkpointing)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePolicy:
+    r"""Which blocks are recomputed, and where their inputs are kept until then.
+
+    every: blocks 0, every, 2 * every, ... are recomputed.
+    modules: regular expressions that match full module names, such as `model\.layers\.\d+`. Empty: the elements of the outermost
+        ModuleLists, ModuleDicts and Sequentials that have parameters and submodules.
+    partition_inputs: the backward gathers the input, which must be the same on all of these ranks.
+    contiguous: the buffer has the size of the first input. Later ones may be smaller.
+    preserve_rng: random numbers, such as dropout's, are the same when a block runs again.
+
+    Raises ValueError for options that change nothing.
+    """
 
     changes: ClassVar = Changes.experiment
 
     mode: RecomputeMode = key(
         "saved activations of a block: none: all, nothing is recomputed; full: its input; selective: its input and the results of matrix "
         "products and attention",
-        default=MISSING,
+        default=RecomputeMode.none,
+        chosen=True,
     )
-    every: int | None = key("recompute one block of this many", default=1, range=COUNT, acts=_RECOMPUTES)
-    inputs_on_cpu: bool | None = key(
+    every: int = key("recompute one block of this many", default=1, range=COUNT, acts=_RECOMPUTES)
+    inputs_on_cpu: bool = key(
         "keep a block's input in main memory, pinned on a machine with a GPU", default=False, acts=_RECOMPUTES
     )
-    partition_inputs: bool | None = key(
+    partition_inputs: bool = key(
         "each tensor-parallel rank keeps its part of a block's input", default=False, acts=_PARTITIONS
     )
-    contiguous: bool | None = key("keep inputs in one buffer, allocated once", default=False, acts=_RECOMPUTES)
+    contiguous: bool = key("keep inputs in one buffer, allocated once", default=False, acts=_RECOMPUTES)
     num_checkpoints: int | None = key(
         "inputs that this buffer holds; null: one per recomputed block",
         range=COUNT,
         acts=within("recompute", words="recompute.contiguous=true", test=lambda recompute: bool(recompute.contiguous)),
         optional=True,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecomputePolicy:
-    r"""Which blocks are recomputed, and where their inputs are kept until then.
-
-    every: blocks 0, every, 2 * every, ... are recomputed; the others keep their activations.
-    modules: regular expressions that match full module names, such as `model\.layers\.\d+`. Empty: the elements of the outermost
-        ModuleLists, ModuleDicts and Sequentials that have parameters and submodules.
-    inputs_on_cpu: a block's input is kept in main memory, pinned if there is a GPU.
-    partition_inputs: each tensor-parallel rank keeps its part of an input, and the backward gathers it. The input must be the same on
-        all of them.
-    contiguous: inputs are kept in one buffer that is allocated once, for the size of the first input. Later ones may be smaller.
-    num_checkpoints: inputs that the buffer holds. Defaults to one per recomputed block.
-    preserve_rng: random numbers, such as dropout's, are the same when a block runs again.
-
-    Raises ValueError for options that change nothing.
-    """
-
-    mode: RecomputeMode = RecomputeMode.none
-    every: int = 1
     modules: tuple[str, ...] = ()
-    inputs_on_cpu: bool = False
-    partition_inputs: bool = False
-    contiguous: bool = False
-    num_checkpoints: int | None = None
     preserve_rng: bool = True
 
     def __post_init__(self) -> None:
@@ -91,7 +77,7 @@ class RecomputePolicy:
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        yield from key_faults(self, keys=RecomputeConfig, section="recompute")
+        yield from key_faults(self, section="recompute")
         for pattern in self.modules:
             yield from pattern_faults(pattern, key="recompute.modules")
         if self.mode is RecomputeMode.none:
@@ -102,3 +88,8 @@ class RecomputePolicy:
             }
             for name in filter(given.get, given):
                 yield without_effect(f"recompute.{name}", value=getattr(self, name), acts=_RECOMPUTES)
+
+
+@section
+class RecomputeConfig(RecomputePolicy):
+    """Which activations the backward computes again instead of reading them (activation checkpointing)."""
