@@ -15,6 +15,7 @@ from ztk.config.keys import expected, line_keys, run_keys
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.key import declared_keys, policy_of
 from ztk.core.policies.offload import OffloadConfig, OffloadPolicy
+from ztk.core.policies.optimizer import OptimizerPolicy
 from ztk.core.policies.recompute import RecomputePolicy
 from ztk.core.policies.schedule import SchedulePolicy
 from ztk.core.policies.zero import ZeroPolicy
@@ -29,7 +30,6 @@ TWICE = {
     "KtoPolicy": 3,
     "LoraPolicy": 4,
     "LossScalePolicy": 5,
-    "OptimizerPolicy": 17,
     "PairwisePolicy": 3,
     "PipelinePolicy": 4,
     "PrecisionPolicy": 4,
@@ -149,6 +149,9 @@ def test_the_command_line_and_the_library_make_the_same_policy():
 
     folder = "/tmp/declared/nvme"
     assert made(ZeroPolicy, "zero", "zero=stage3") == ZeroPolicy(stage=3)
+    assert made(OptimizerPolicy, "optimizer", "optimizer=sgd") == OptimizerPolicy(
+        name="sgd", lr=0.1, momentum=0.9, clip_grad_norm=1.0
+    )
     assert made(SchedulePolicy, "scheduler", "scheduler=wsd", "train.steps=100") == SchedulePolicy(
         name="wsd", warmup_steps=5, decay_steps=10, final=0.1
     )

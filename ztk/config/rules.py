@@ -162,8 +162,8 @@ def _precision(config: Config, machine: Machine) -> Iterator[str]:
     states = config.optimizer.states
     if config.zero.engine is ZeroEngine.ztk:
         yield from compact_faults(
-            name=config.optimizer.name.value,
-            states=states.value if states is not None and config.optimizer.name is OptimizerName.adamw else "fp32",
+            name=config.optimizer.name,
+            states=states if states is not None and config.optimizer.name is OptimizerName.adamw else "fp32",
             master=config.precision.master and config.precision.master.value,
             dtype=config.precision.dtype.value,
             averages=bool(config.ema.decay),

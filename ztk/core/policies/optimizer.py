@@ -1,11 +1,11 @@
 """Which optimizer runs, with which hyperparameters, on which parameters."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.core.policies.compact import STATES, states_faults
-from ztk.core.policies.key import When, chosen, key, key_faults
+from ztk.core.policies.key import When, chosen, key, key_faults, section
 from ztk.core.policies.ranges import (
     BELOW_ONE,
     NOT_NEGATIVE,
@@ -90,89 +90,6 @@ _MUON, _LAMB = chosen("optimizer", "muon"), chosen("optimizer", "lamb")
 _MOMENTUM = chosen("optimizer", "sgd", "muon")
 
 
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """The update of the parameters."""
-
-    name: OptimizerName = key("the optimizer", default=MISSING)
-    lr: float = key("learning rate, which the schedule multiplies", default=MISSING, range=NOT_NEGATIVE)
-    betas: list[float] | None = key(
-        "decay rates of the two moving averages, as in [0.9,0.95]",
-        range=_Betas(),
-        acts=chosen("optimizer", "adamw", "adam", "lion", "lamb", "muon"),
-    )
-    eps: float | None = key(
-        "added to the denominator", range=POSITIVE, acts=chosen("optimizer", "adamw", "adam", "lamb", "muon")
-    )
-    weight_decay: float = key(
-        "weight decay: with adamw, lion and muon decoupled, with lamb added to the update, else added to the gradient",
-        default=MISSING,
-        range=NOT_NEGATIVE,
-    )
-    momentum: float | None = key("momentum of SGD and Muon", range=BELOW_ONE, acts=_MOMENTUM)
-    nesterov: bool | None = key(
-        "Nesterov's momentum",
-        acts=_MOMENTUM,
-        contradicts=lambda config: nesterov_faults(
-            nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum
-        ),
-    )
-    ns_steps: int | None = key(
-        "steps of the Newton-Schulz iteration that orthogonalises Muon's matrices",
-        range=Range(low=1, high=99),
-        acts=_MUON,
-    )
-    ns_dtype: NewtonSchulzDtype | None = key(
-        "dtype of its computation and communication: bf16, or fp32 to compare with", acts=_MUON
-    )
-    adjust_lr: AdjustLr | None = key(
-        "factor on optimizer.lr for a matrix; original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns))",
-        acts=_MUON,
-    )
-    adam_lr: float | None = key(
-        "learning rate of AdamW for parameters that Muon does not update: embeddings, head, norms, biases; null: optimizer.lr",
-        range=NOT_NEGATIVE,
-        acts=_MUON,
-        optional=True,
-    )
-    adam_names: str | None = key(
-        "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
-        acts=_MUON,
-        optional=True,
-        contradicts=lambda config: pattern_faults(config.optimizer.adam_names, key="optimizer.adam_names"),
-    )
-    states: StateDtype | None = key(
-        "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
-        "the master weights; see docs/recipes.md",
-        acts=chosen("optimizer", "adamw"),
-    )
-    min_coeff: float | None = key(
-        "least factor on LAMB's step for a parameter: norm of its weights / norm of its update",
-        range=NOT_NEGATIVE,
-        acts=_LAMB,
-        contradicts=lambda config: coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff),
-    )
-    max_coeff: float | None = key("largest such factor", range=POSITIVE, acts=_LAMB)
-    clip_grad_norm: float = key("largest global gradient norm; 0: no clipping", default=MISSING, range=NOT_NEGATIVE)
-    skip_unused: bool | None = key(
-        "true: a step leaves parameters alone that got no gradient on any rank, as torch's optimizers do; otherwise their gradient counts as "
-        "zero, and momentum and decay move them",
-        acts=ZTK,
-        optional=True,
-    )
-    elementwise: bool | None = key(
-        "true: the own optimizer updates every element of a parameter from that element's weight, gradient and states alone, so it runs over "
-        "shards; otherwise it steps full parameters, with full states on every rank",
-        acts=OWN,
-        optional=True,
-    )
-    needs_closure: bool | None = key(
-        "true: the own optimizer's step(closure) evaluates the loss again; not needed where the argument has no default",
-        acts=OWN,
-        optional=True,
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
     """Hyperparameters for the parameters whose full name contains a match of the regular expression `pattern`.
@@ -206,48 +123,98 @@ class OptimizerPolicy:
         Adam whose step is scaled, for each parameter, by the ratio of the norms of its weights and its update. torch is for a torch
         optimizer that is passed in addition to the policy: its parameter groups hold the hyperparameters, and the policy only clips.
     betas: defaults to (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion, (0.9, 0.999) for lamb.
-    eps: defaults to 1e-8; adam, adamw, lamb and muon's AdamW only.
-    min_coeff, max_coeff: bounds of lamb's factor, under DeepSpeed's names; default to 0.01 and 10, as there.
-    momentum, nesterov: sgd and muon only. Default to 0 and False for sgd, 0.95 and True for muon.
-    ns_steps, ns_dtype: steps and dtype of muon's orthogonalisation. Default to 5 and "bf16", as in torch.optim.Muon; "fp32" is for
-    comparisons.
-    adjust_lr: muon's factor on the rate of a matrix, "original" (the default) or "match_rms_adamw", see `ztk.optim.muon.scale_of`.
-    adam_lr: the rate of muon's AdamW. Defaults to `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a
-    match,
-        and the weights of nn.Embedding. Defaults to `ADAM_NAMES`.
+    eps: defaults to 1e-8. min_coeff, max_coeff: default to 0.01 and 10, as in DeepSpeed.
+    momentum, nesterov: default to 0 and False for sgd, 0.95 and True for muon.
+    ns_steps, ns_dtype: default to 5 and "bf16", as in torch.optim.Muon. adjust_lr: defaults to "original", see `ztk.optim.muon.scale_of`.
+    adam_names: AdamW updates the weights of nn.Embedding, too. Defaults to `ADAM_NAMES`.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
     bias_correction: adam, adamw and lamb only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
-    clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0 disables clipping.
-    skip_unused: if True, a step leaves parameters without a gradient on any rank unchanged, with their states, as torch's optimizers do. If
-        False, their gradient counts as zero, and momentum and decay still move them.
-    states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See
-    `ztk.core.policies.compact`.
+    clip_grad_norm: of the full model's averaged gradient.
+    skip_unused: leaves the states of these parameters unchanged, too.
+    states: see `ztk.core.policies.compact`.
     rounding_seed: seed of the bits that round smaller states; the run's seed.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
     Raises ValueError for a value out of range and for an option that the optimizer does not have.
     """
 
-    name: str = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float = 0.0
-    momentum: float | None = None
-    nesterov: bool | None = None
-    ns_steps: int | None = None
-    ns_dtype: str | None = None
-    adjust_lr: str | None = None
-    adam_lr: float | None = None
-    adam_names: str | None = None
-    min_coeff: float | None = None
-    max_coeff: float | None = None
-    clip_grad_norm: float = 0.0
+    name: str = key("the optimizer", default="adamw", chosen=True, line=OptimizerName)
+    lr: float = key("learning rate, which the schedule multiplies", default=3e-4, range=NOT_NEGATIVE, chosen=True)
+    betas: tuple[float, float] | None = key(
+        "decay rates of the two moving averages, as in [0.9,0.95]",
+        range=_Betas(),
+        acts=chosen("optimizer", "adamw", "adam", "lion", "lamb", "muon"),
+        line=list[float],
+    )
+    eps: float | None = key(
+        "added to the denominator", range=POSITIVE, acts=chosen("optimizer", "adamw", "adam", "lamb", "muon")
+    )
+    weight_decay: float = key(
+        "weight decay: with adamw, lion and muon decoupled, with lamb added to the update, else added to the gradient",
+        default=0.0,
+        range=NOT_NEGATIVE,
+        chosen=True,
+    )
+    momentum: float | None = key("momentum of SGD and Muon", range=BELOW_ONE, acts=_MOMENTUM)
+    nesterov: bool | None = key(
+        "Nesterov's momentum",
+        acts=_MOMENTUM,
+        contradicts=lambda config: nesterov_faults(
+            nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum
+        ),
+    )
+    ns_steps: int | None = key(
+        "steps of the Newton-Schulz iteration that orthogonalises Muon's matrices",
+        range=Range(low=1, high=99),
+        acts=_MUON,
+    )
+    ns_dtype: str | None = key(
+        "dtype of its computation and communication: bf16, or fp32 to compare with", acts=_MUON, line=NewtonSchulzDtype
+    )
+    adjust_lr: str | None = key(
+        "factor on optimizer.lr for a matrix; original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns))",
+        acts=_MUON,
+        line=AdjustLr,
+    )
+    adam_lr: float | None = key(
+        "learning rate of AdamW for parameters that Muon does not update: embeddings, head, norms, biases; null: optimizer.lr",
+        range=NOT_NEGATIVE,
+        acts=_MUON,
+        optional=True,
+    )
+    adam_names: str | None = key(
+        "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
+        acts=_MUON,
+        optional=True,
+        contradicts=lambda config: pattern_faults(config.optimizer.adam_names, key="optimizer.adam_names"),
+    )
+    states: str = key(
+        "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
+        "the master weights; see docs/recipes.md",
+        default="fp32",
+        acts=chosen("optimizer", "adamw"),
+        line=StateDtype,
+    )
+    min_coeff: float | None = key(
+        "least factor on LAMB's step for a parameter: norm of its weights / norm of its update",
+        range=NOT_NEGATIVE,
+        acts=_LAMB,
+        contradicts=lambda config: coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff),
+    )
+    max_coeff: float | None = key("largest such factor", range=POSITIVE, acts=_LAMB)
+    clip_grad_norm: float = key(
+        "largest global gradient norm; 0: no clipping", default=0.0, range=NOT_NEGATIVE, chosen=True
+    )
+    skip_unused: bool = key(
+        "true: a step leaves parameters alone that got no gradient on any rank, as torch's optimizers do; otherwise their gradient counts as "
+        "zero, and momentum and decay move them",
+        default=False,
+        acts=ZTK,
+        optional=True,
+    )
     decay_all: bool = False
     bias_correction: bool = True
-    skip_unused: bool = False
-    states: str = "fp32"
     rounding_seed: int = 0
     groups: tuple[ParameterGroup, ...] = ()
 
@@ -262,7 +229,7 @@ class OptimizerPolicy:
 
     def _faults(self) -> Iterator[str]:
         yield from states_faults(self.states, name=self.name)
-        yield from key_faults(self, keys=OptimizerConfig, section="optimizer")
+        yield from key_faults(self, section="optimizer")
         if not self.bias_correction and "eps" not in _DEFAULTS.get(self.name, {}):
             yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
         yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
@@ -273,12 +240,29 @@ class OptimizerPolicy:
         yield from pattern_faults(self.adam_names, key="optimizer.adam_names")
         for group in self.groups:
             place = f"optimizer.groups[{group.pattern!r}]"
-            yield from key_faults(group, keys=OptimizerConfig, section="optimizer", place=place, of=self)
+            yield from key_faults(group, keys=OptimizerPolicy, section="optimizer", place=place, of=self)
             if self.name == "sgd" and bool(group.momentum) and not self.momentum:
                 yield (
                     f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
                     "set optimizer.momentum too, to a small value if other parameters need little"
                 )
+
+
+@section
+class OptimizerConfig(OptimizerPolicy):
+    """The update of the parameters."""
+
+    elementwise: bool | None = key(
+        "true: the own optimizer updates every element of a parameter from that element's weight, gradient and states alone, so it runs over "
+        "shards; otherwise it steps full parameters, with full states on every rank",
+        acts=OWN,
+        optional=True,
+    )
+    needs_closure: bool | None = key(
+        "true: the own optimizer's step(closure) evaluates the loss again; not needed where the argument has no default",
+        acts=OWN,
+        optional=True,
+    )
 
 
 def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str]:
