@@ -150,7 +150,8 @@ def load_newest(
         not continue from it.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, `check_older` refuses one, or the error would be the same for an older checkpoint, such as another model.
+        CheckpointError: all checkpoints are damaged, `check_older` refuses one, or the error would be the same for an older checkpoint,
+            such as another model.
     """
     comm = engine.process.comm
     found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
