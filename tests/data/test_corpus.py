@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ztk.data import ByteCorpus
-from ztk.data.packing import num_held_out
+from ztk.data.corpus import num_held_out
 
 MIB = 1 << 20
 
@@ -78,7 +78,7 @@ def test_a_changed_file_is_packed_anew(text, tmp_path):
 
 def test_second_opening_reads_the_cache_alone(text, tmp_path, monkeypatch):
     first = opened(str(text), tmp_path)
-    monkeypatch.setattr("ztk.data.packing._write", None)
+    monkeypatch.setattr("ztk.data.corpus._write", None)
     assert opened(str(text), tmp_path).digest == first.digest
 
 
@@ -102,7 +102,7 @@ def test_interrupted_packing_leaves_nothing_that_looks_finished(text, tmp_path, 
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ztk.data.packing.os.fsync", killed)
+    monkeypatch.setattr("ztk.data.corpus.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         opened(str(text), tmp_path)
     assert not list((tmp_path / "cache").glob("*.bin"))

@@ -22,8 +22,7 @@ from ztk.core.runtime.io import IoCounters
 from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
 from ztk.report.plot import draw_memory, draw_reward, draw_speed
-from ztk.report.reporter import Reporter, ReportPolicy
-from ztk.report.summary import rank_totals
+from ztk.report.reporter import Reporter, ReportPolicy, rank_totals
 
 ROW_KEYS = {
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second", "step_seconds"),

@@ -22,14 +22,12 @@ from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.residency import ParameterState
 from ztk.zero.buckets.units import order_of_use
 from ztk.zero.build import Builder
-from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks, act_on_access, forget_access
 from ztk.zero.parameters.awaited import wait_for
 from ztk.zero.parameters.partitioned import PartitionedParameter, ZeroInitContext, give_back
 from ztk.zero.parameters.released import check_saved
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
@@ -37,6 +35,98 @@ from ztk.zero.update.missed import MissedUpdates
 from ztk.zero.update.piece_states import PieceStates
 from ztk.zero.update.update import ShardUpdate
 from ztk.zero.writes import ParameterWrites
+
+
+class AveragedWeights:
+    """Exchanges weights and average, shard by shard. is_shown: whether the parameters are the average now."""
+
+    def __init__(
+        self, buckets: list[Bucket], *, context: ZeroContext, update: ShardUpdate, gathering: Gathering
+    ) -> None:
+        """buckets: the trained ones."""
+        self._buckets, self._states, self._has_average = buckets, PieceStates(context), context.ema is not None
+        self._update, self._gathering = update, gathering
+        self.is_shown = False
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context in which the parameters are the average, cast to the model's dtype. Afterwards they and the master weights have their
+        previous bits.
+
+        A collective call, between steps. Raises RuntimeError if there is no average, it is shown already, or parameters are pinned.
+        """
+        if not self._has_average:
+            raise RuntimeError("no average of the weights is kept: pass ema=EmaPolicy(decay=0.999) to parallelize")
+        if self.is_shown:
+            raise RuntimeError("the average is in the place of the weights already: leave engine.averaged() first")
+        self._exchange()
+        self.is_shown = True
+        try:
+            yield
+        finally:
+            self._exchange()
+            self.is_shown = False
+
+    def check_hidden(self, action: str) -> None:
+        """Raises RuntimeError if the average is shown. action: the refused operation, for the message."""
+        if self.is_shown:
+            raise RuntimeError(
+                f"{action} inside engine.averaged() would take the average for the weights: leave it first"
+            )
+
+    def _exchange(self) -> None:
+        self._gathering.reshard_before_change()
+        self._update.finish()  # takes over writes of a script, which the exchange would hide
+        self._gathering.parameters_change()
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                self._states.exchange_average(bucket, piece=piece)
+        for bucket in self._buckets:
+            bucket.share_parameters()
+
+
+class SharedGradients:
+    """Adds up the gradients of the copies of `buckets`, once per step, over the pipeline ranks in `holders`."""
+
+    def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.traits.holders]
+        self._comm = context.mesh.comm("pp")
+
+    def add_up(self) -> None:
+        """Runs between the last reduction of a step and the norm. A collective call of the ranks that have copies."""
+        for bucket in self._buckets:
+            start, stop = bucket.pieces[0].start, bucket.pieces[-1].stop
+            total = torch.empty(stop - start, dtype=bucket.traits.gradient_dtype, device=self._comm.device)
+            places = [(piece, total[piece.start - start : piece.stop - start]) for piece in bucket.pieces]
+            for piece, place in places:
+                if piece.gradient is None:
+                    place.copy_(piece.of(bucket.gradient.full))
+                else:
+                    piece.stores.gradients.fetch_into(piece.gradient, out=place).wait()
+            self._sum_over_copies(total, bucket=bucket)
+            for piece, place in places:
+                if piece.gradient is None:
+                    piece.of(bucket.gradient.full).copy_(place)
+                else:
+                    piece.stores.gradients.put(piece.gradient, value=place).wait()
+            own = bucket.own_pieces
+            bucket.gradient.record_squares(place for piece, place in places if piece in own)
+
+    def _sum_over_copies(self, gradient: Tensor, *, bucket: Bucket) -> None:
+        """`gradient` becomes the sum over the copies, in place."""
+        first, *others = bucket.traits.holders
+        label = f"gradient of {bucket.layout.placements[0].name}"  # bucket numbers may differ between stages
+        if self._comm.rank != first:
+            self._comm.send(gradient, to=first, label=label, kind="tied").wait()
+            self._comm.recv(gradient, source=first, label=label).wait()
+            return
+        for other in others:
+            theirs = torch.empty_like(gradient)
+            self._comm.recv(theirs, source=other, label=label).wait()
+            gradient.add_(theirs)
+        for work in [self._comm.send(gradient, to=other, label=label, kind="tied") for other in others]:
+            work.wait()
+
 
 _NOT_SEEN = (
     "zero.overlap_gather=true: {reader} would read parameters before they are gathered, because ztk cannot intercept these reads; set "

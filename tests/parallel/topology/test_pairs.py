@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ztk.kernels import PackedPair, Part, attention_block, attention_block_backward, set_backend
-from ztk.parallel.sequence.pairs import Chunks
+from ztk.parallel.sequence.ring import Chunks
 
 LENGTH, COUNT = 8, 6  # tokens of a chunk, chunks of a sequence
 CPU = torch.device("cpu")

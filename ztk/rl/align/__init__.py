@@ -2,8 +2,14 @@
 sequences, and their data records.
 """
 
-from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
-from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
+from ztk.rl.align.advantages import (
+    Mismatch,
+    equal_groups,
+    generalised_advantages,
+    group_advantages,
+    importance_weights,
+    mismatch_sums,
+)
 from ztk.rl.align.distillation import DistillPolicy, distill_losses
 from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
 from ztk.rl.align.preferences import (
