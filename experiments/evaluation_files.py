@@ -15,8 +15,8 @@ _DATA_KEYS = {"data.path=": "eval.path=", "data.field=": "eval.field=", ", or us
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """line: in the file. prompt and choices: texts to score, each choice after the prompt. sizes: UTF-8 bytes of the choices in the file.
-    answer: index of the right choice.
+    """line: number in the file. prompt and choices: texts to score, each choice after the prompt. sizes: UTF-8 bytes of the choices in the
+    file. answer: index of the right choice.
     """
 
     line: int

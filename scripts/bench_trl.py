@@ -56,7 +56,8 @@ LONG_PROMPTS = (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """choices: in addition to `ROLLOUTS`. ends: probability that a token ends an answer, at any position; by default the untrained model's."""
+    """choices: possible rollouts in addition to `ROLLOUTS`. ends: probability that a token ends an answer, at any position; by default the
+    untrained model's."""
 
     choices: tuple[str, ...]
     ends: float | None = None

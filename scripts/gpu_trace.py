@@ -17,7 +17,7 @@ class Overlap:
     """Seconds per step. compute: kernels without collectives. to_device, from_device: copies. wire: collectives. host: the update in main
     memory.
 
-    step: from start to end. hidden: share of copies and collectives during which kernels compute; None without copies and collectives.
+    step: time from start to end. hidden: share of copies and collectives during which kernels compute; None without copies and collectives.
     of_longest: the step divided by the longest of compute, copies, wire, and the backward followed by the host's update, which a clipped
     step cannot start earlier; None for a trace without GPU work.
     """

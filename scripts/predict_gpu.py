@@ -69,7 +69,7 @@ class Prediction:
     """Seconds of a piece of work on a GPU.
 
     floor: seconds at the data sheet's rates. step, value: the step of scripts/first_hour.py that measures it, and the number in its result;
-    a kernel has its shape and direction instead. shown: in the table of docs/gpu.md.
+    a kernel has its shape and direction instead. shown: whether the table of docs/gpu.md has it.
     """
 
     work: str

@@ -93,7 +93,7 @@ def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dic
     3. The extra time under selective recomputation is attributed to the operations that it intercepts, and the extra time with states and
       parameters on the disk to the requests.
 
-    hardware: with curves and latency. folder: on the disk to measure.
+    hardware: has curves and latency. folder: a folder on the disk to measure.
     """
     curves = dict(hardware.curves or {})
     gradient = _mean([step.rest(hardware, kind=GRADIENT)[0] for step in _usual_steps(process, model=TINY)])

@@ -36,7 +36,7 @@ class FolderRefused(ConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """The run to start. lines: for the user. is_done: the folder's run has made all its steps, and nothing is left to do."""
+    """The run to start. lines: shown to the user. is_done: the folder's run has made all its steps, and nothing is left to do."""
 
     config: Config
     lines: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from ztk.core.policies.runs import HUGGING_FACE
 
 
 def config_with(config: Config, *, path: str, key: str) -> Config:
-    """Returns the configuration with the model of `path`, a run folder, a checkpoint, or a transformers folder. key: for errors.
+    """Returns the configuration with the model of `path`, a run folder, a checkpoint, or a transformers folder. key: named in errors.
 
     Raises:
         ValueError: another folder, or a configuration that does not describe a causal model.
@@ -35,7 +35,7 @@ def config_with(config: Config, *, path: str, key: str) -> Config:
 
 
 def model_of_folder(folder: Path, *, kernels: bool, key: str) -> ModelConfig:
-    """Returns the transformers model in `folder`. key: for errors. Raises ValueError if it is no causal model."""
+    """Returns the transformers model in `folder`. key: named in errors. Raises ValueError if it is no causal model."""
     return ModelConfig(
         name=HUGGING_FACE,
         path=str(folder.absolute()),

@@ -62,7 +62,7 @@ def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
 
 
 def explained(text: str, *, reasons: Mapping[str, str]) -> str:
-    """Returns a YAML configuration with the reasons as comments. reasons: by dotted key."""
+    """Returns a YAML configuration with the reasons as comments. reasons: one per dotted key."""
     lines, path = [], []
     for line in text.splitlines():
         name, is_key, _ = line.partition(":")

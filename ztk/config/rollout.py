@@ -61,7 +61,7 @@ def _needs_trainer(config: Config, *, machine: Machine) -> str | None:
 
 
 class _Inexact(NamedTuple):
-    """key: with its value. reason: why log-probabilities of a rollout differ from the trainer's. fix: another than
+    """key: the key with its value. reason: why log-probabilities of a rollout differ from the trainer's. fix: another than
     rollout.identity=corrected. is_generators: not with rollout.engine=trainer.
     """
 

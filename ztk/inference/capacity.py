@@ -46,8 +46,8 @@ _INNER_COPIES, _WIDTH_COPIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Bytes of a model. layer: in memory, padding included. fixed: head, norms, tables, blocks of the I/O threads. sequence: keys and values.
-    row: activations of a step, per row. logits: bytes per row whose token is drawn."""
+    """Bytes of a model. layer: size in memory, padding included. fixed: head, norms, tables, blocks of the I/O threads. sequence: keys and
+    values. row: activations of a step, per row. logits: bytes per row whose token is drawn."""
 
     layers: int
     layer: int

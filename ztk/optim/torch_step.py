@@ -32,8 +32,8 @@ class Progress:
 class TorchStep:
     """Runs a torch optimizer's step over pieces of shards.
 
-    state_names: names of the rows that a store keeps for it, in fp32, which represents narrower dtypes exactly. options: for a checkpoint's
-    description.
+    state_names: names of the rows that a store keeps for it, in fp32, which represents narrower dtypes exactly. options: written into a
+    checkpoint's description.
 
     Call `begin_step`, then `step` for every piece, in any thread. A state that the check at the start did not find (one that only large
     parameters get, or that belongs to an option that was off before) raises RuntimeError at the first step that creates it.

@@ -26,8 +26,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class WholeStep:
-    """The step of a torch optimizer over full parameters. state_names, format: no state is stored by element. options: for a checkpoint's
-    description. needs_closure: its step evaluates the loss again."""
+    """The step of a torch optimizer over full parameters. state_names, format: no state is stored by element. options: written into a
+    checkpoint's description. needs_closure: its step evaluates the loss again."""
 
     state_names: tuple[str, ...] = ()
 

@@ -39,7 +39,7 @@ _INDEXED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The moment with the most bytes. booked: by category of the ledger. where: the module, and whether in its backward."""
+    """The moment with the most bytes. booked: bytes by category of the ledger. where: the module, and whether in its backward."""
 
     nbytes: int = 0
     booked: dict[str, int] = field(default_factory=dict)

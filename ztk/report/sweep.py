@@ -28,7 +28,7 @@ def as_written(word: str) -> str:
 class SweepJob:
     """One run of a sweep.
 
-    folder: its name below the sweep's folder: `hash`, or `hash-1`, `hash-2`, ... for repeats. overrides: from the command line. options:
+    folder: its name below the sweep's folder: `hash`, or `hash-1`, `hash-2`, ... for repeats. overrides: words of the command line. options:
     added for this repeat, such as `train.seed=1`.
     """
 

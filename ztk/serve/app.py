@@ -272,7 +272,7 @@ class Server:
     # One request
 
     async def _answer(self, request: Request, *, chat: bool, is_response: bool = False) -> Response:
-        """Parses and queues a request, and answers at once or as a stream. is_response: in the format of Responses."""
+        """Parses and queues a request, and answers at once or as a stream. is_response: the body has the format of Responses."""
         raw, outbox = await self._received(request), Outbox()
         with _by_request():
             reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, is_response=is_response)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Builder:
-    """Builds the buckets of one model. buckets: in order of definition. units: the units that use them, the root last. held: the
+    """Builds the buckets of one model. buckets: ordered by definition. units: the units that use them, the root last. held: the
     parameters' previous memory, as far as a script still references it."""
 
     def __init__(self, model: nn.Module, *, context: ZeroContext, initial_values: InitialValues | None) -> None:

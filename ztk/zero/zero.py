@@ -137,7 +137,7 @@ _NOT_SEEN = (
 class Zero:
     """The parameters, gradients and optimizer states of one model, sharded according to `policy`.
 
-    buckets: in order of definition. gathering, hooks: parameters at stage 3. reduction: gradients.
+    buckets: ordered by definition. gathering, hooks: parameters at stage 3. reduction: gradients.
     state: the state for checkpoints. named_state: the state of single parameters. offloader: moves states off the device.
     averaged: shows the average of the weights. state_names: names of the states stored per parameter, without its master weight.
     kept_states: their formats, see `StateFormat.described`. matrices: names of the parameters that Muon updates.

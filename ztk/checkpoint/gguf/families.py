@@ -208,7 +208,7 @@ def _renamed(name: str, *, top: dict[str, str], block: dict[str, str], prefixes:
 
 
 def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """Converts a tensor of the file, of any shape, to the values of transformers. name: in the file."""
+    """Converts a tensor of the file, of any shape, to the values of transformers. name: the tensor's in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:
@@ -217,7 +217,7 @@ def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> T
 
 
 def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """Converts a tensor of any shape to the values of llama.cpp. name: in the file."""
+    """Converts a tensor of any shape to the values of llama.cpp. name: the tensor's in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:

@@ -55,8 +55,8 @@ class OffloadChoices(Protocol):
 class OffloadPolicy:
     """Where a rank's shards are stored between their uses (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5).
 
-    optimizer_fraction: by elements. The device keeps at most 1 - optimizer_fraction, and less if no bucket fits. No value changes a bit of
-        the training.
+    optimizer_fraction: counted in elements. The device keeps at most 1 - optimizer_fraction, and less if no bucket fits. No value changes a
+        bit of the training.
     nvme_path: needed for `nvme`, created if it is missing. A rank has one file there.
     buffer_count, buffer_bytes: three buffers take slots of any size up to `buffer_bytes`, so that one slot can be read while another is
         updated and a third is written. The memory of the other buffers is allocated by the slots' own sizes.

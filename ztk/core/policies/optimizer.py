@@ -130,7 +130,7 @@ class OptimizerPolicy:
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
     bias_correction: adam, adamw and lamb only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
-    clip_grad_norm: of the full model's averaged gradient.
+    clip_grad_norm: limit of the norm of the full model's averaged gradient.
     skip_unused: leaves the states of these parameters unchanged, too.
     states: see `ztk.core.policies.compact`.
     rounding_seed: seed of the bits that round smaller states; the run's seed.

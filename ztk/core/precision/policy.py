@@ -19,7 +19,7 @@ class PrecisionPolicy:
     """The dtypes of a run.
 
     dtype: parameters, activations and gradients as the model computes them.
-    reduce_dtype: in which gradients are summed over ranks. Defaults to `dtype`.
+    reduce_dtype: dtype in which gradients are summed over ranks. Defaults to `dtype`.
     master: the master weights: "fp32", or "stochastic": the bfloat16 parameters themselves, rounded stochastically, with 8 bits more if the
         optimizer's states have 8 bits. Defaults to "stochastic" with optimizer.states=8bit, else "fp32". See `ztk.core.policies.compact`.
     autocast: the 16-bit dtype in which the caller computes under torch.autocast, which casts by itself; parameters and gradients keep

@@ -13,7 +13,7 @@ _TEXTS = ("can't allocate memory", "not enough memory")  # messages of torch's C
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryState:
-    """Bytes of a rank. booked: from its ledgers, by tier and category. device: from the GPU's driver and allocator (`total`, `free`,
+    """Bytes of a rank. booked: sums of its ledgers, by tier and category. device: figures of the GPU's driver and allocator (`total`, `free`,
     `allocated`, `reserved`, `max_allocated`); without a GPU, `resident` and `max_resident` of the process."""
 
     booked: dict[str, dict[str, int]] = field(default_factory=dict)

@@ -37,7 +37,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Format:
-    """needs: fields of all such records. fits: whether a record with these fields has the format. example: for errors."""
+    """needs: fields of all such records. fits: whether a record with these fields has the format. example: shown in errors."""
 
     name: str
     purposes: tuple[str, ...]

@@ -33,7 +33,7 @@ class PairwisePolicy:
     """loss: bradley_terry is -log sigmoid(chosen - rejected - margin) of the values at the last tokens (Ouyang et al. 2022, arXiv
     2203.02155; margin: Touvron et al. 2023, arXiv 2307.09288). per_token is DeepSpeed-Chat's: the mean of -log sigmoid(chosen - rejected)
     over the positions from the first token in which the sequences differ to the end of the longer one.
-    margin: for pairs without their own. centring: factor of (chosen + rejected)^2 at the last tokens (Eisenstein et al. 2023, arXiv
+    margin: used for pairs without their own. centring: factor of (chosen + rejected)^2 at the last tokens (Eisenstein et al. 2023, arXiv
     2312.09244).
 
     Raises:

@@ -107,7 +107,7 @@ def segment_sums(values: Tensor, *, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Positions of the counted tokens in S rows of T. places: in the flattened rows, int64 [N]. lengths: per row, int64 [S]."""
+    """Positions of the counted tokens in S rows of T. places: indices in the flattened rows, int64 [N]. lengths: per row, int64 [S]."""
 
     places: Tensor
     lengths: Tensor

@@ -97,7 +97,7 @@ class Episode:
 
 
 class Environments:
-    """Creates environments and calls them for many samples at once. make: a class without required arguments. name: for errors."""
+    """Creates environments and calls them for many samples at once. make: a class without required arguments. name: shown in errors."""
 
     def __init__(self, make: Callable[[], Any], *, name: str, timeout_seconds: float) -> None:
         """timeout_seconds: the time limit of one call."""

@@ -76,8 +76,8 @@ class _Part:
 class Fleet:
     """The servers of a run. `generate` has the interface of a `Generator`.
 
-    api_key: for all of them. patience_seconds: without a server that answers. parameters: shapes by name, which the servers' models must have.
-    sends: gives servers the newest weights; on one rank. The others wait for that.
+    api_key: the key of all of them. patience_seconds: without a server that answers. parameters: shapes by name, which the servers' models
+    must have. sends: gives servers the newest weights; on one rank. The others wait for that.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Routers:
     """
 
     def __init__(self, module: nn.Module, *, replays: bool = True) -> None:
-        """replays: with False, only records."""
+        """replays: whether it replays; with False it only records."""
         self._replays, self._count = replays, 0
         self._given: Tensor | None = None
         self._found: list[Tensor] | None = None

@@ -37,7 +37,7 @@ from ztk.zero.update.piece_states import PieceStates
 class _Batch:
     """A round among the ranks of `comm`, this rank's pieces with ranges of its matrices, and their parameter groups by name.
 
-    places: offsets of a matrix's ranges among this rank's. own: the matrices that this rank orthogonalises. to_owners: by rank, elements
+    places: offsets of a matrix's ranges among this rank's. own: the matrices that this rank orthogonalises. to_owners: elements by rank
     that this rank has of that rank's matrices. from_ranks: by rank, elements that it has of this rank's matrices. Computed once, because
     both grow with the number of ranks.
     """
