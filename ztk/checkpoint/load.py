@@ -94,9 +94,10 @@ def load(
         head = with_buffers_of(info, manifest=head)
         matched = match(head, info=info, options=options)
         names = engine.zero.state_names
+        if not weights_only and head.state_names is not None:  # names the fix where states differ, too
+            check_progress(engine, manifest=head)
         check_fits(head, state_names=names, info=info, options=options, matched=matched)
         if not weights_only:
-            check_progress(engine, manifest=head)
             check_second_moments(engine, manifest=head)
     wanted = comm.collect_objects(ranges_of(engine, manifest=head), label="ranges of a load")
     shares = None if wanted is None or everything is None else shares_of(everything, wanted=wanted)

@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks import RankFailed
 from tests.zero.update import random_wholes
 from tests.zero.update.random_wholes import SHAPES, Drawn, Model, masters, targets, train
-from ztk.checkpoint import Saver, save
+from ztk.checkpoint import CheckpointError, Saver, load, save
 from ztk.checkpoint.export import export_torch_distributed
 from ztk.checkpoint.verify import verify_all
 from ztk.core.policies.offload import PAGE_BYTES
@@ -77,6 +77,29 @@ def test_saved_states_are_verified_and_exported(ranks, tmp_path):
     read = {f"optim.state.{name}.velocity": torch.zeros_like(value) for name, value in states.items()}
     dcp.load(read, checkpoint_id=tmp_path / "torch", no_dist=True)
     assert all(torch.equal(read[f"optim.state.{name}.velocity"], value) for name, value in states.items())
+
+
+class Derived(torch.optim.AdamW):
+    """Steps as its class does."""
+
+
+def other_declaration(process: Process, *, folder: str) -> str:
+    """The error of loading a checkpoint of a class that was declared elementwise, as earlier versions took it, where it is not."""
+    for elementwise in (True, False):
+        engine = build(process, lambda model: Derived(model.parameters()), elementwise=elementwise)
+        if elementwise:
+            train(engine, rank=0, stop=1)
+            save(engine, folder=folder)
+        else:
+            with pytest.raises(CheckpointError) as raised:
+                load(engine, path=folder)
+        engine.close()
+    return str(raised.value)
+
+
+def test_a_checkpoint_of_the_other_declaration_names_it(ranks, tmp_path):
+    error = ranks(1).run(other_declaration, folder=str(tmp_path))[0]
+    assert "Derived declared elementwise: set optimizer.elementwise=true here, too" in error
 
 
 def unscaled(process: Process) -> tuple[int, int, list[bool]]:
