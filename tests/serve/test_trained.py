@@ -18,9 +18,11 @@ from ztk.checkpoint.gguf.writing import export_gguf
 from ztk.config import Machine, compose, save
 from ztk.core.runtime import Process
 from ztk.experiments import policies
+from ztk.hf.causal import open_causal
 from ztk.inference import Generator, SamplingParams
 from ztk.report import plot
 from ztk.serve.models import open_model
+from ztk.serve.packing import opened_unread
 
 STEPS = (
     "train.steps=2",
@@ -171,6 +173,18 @@ def test_a_merged_export_needs_the_base_of_the_run(run, tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
+def _served(base: Path) -> None:
+    with opened_unread(str(base)):
+        pass
+
+
+def _trained(base: Path) -> None:
+    open_causal(str(base), init="pretrained", seed=0)
+
+
+READERS = (lambda base: open_model(str(base)), _served, _trained)
+
+
 def test_an_embedding_of_other_rows_than_the_configuration_is_refused(tmp_path):
     base = in_one_file(tmp_path)
     weights = load_file(base / "model.safetensors")
@@ -181,10 +195,22 @@ def test_an_embedding_of_other_rows_than_the_configuration_is_refused(tmp_path):
         metadata={"format": "pt"},
     )
     rows = len(embedding)
-    with pytest.raises(
-        ValueError, match=rf"embed_tokens.weight has the shape \[{rows + 8}, .* and \[{rows}, .* vocab_size"
-    ):
-        open_model(str(base))
+    for read in READERS:
+        with pytest.raises(
+            ValueError, match=rf"embed_tokens.weight has the shape \[{rows + 8}, .* and \[{rows}, .* vocab_size"
+        ):
+            read(base)
+
+
+@pytest.mark.parametrize("value", ["kernels-community/flash-attn", {"": "someone/attention"}])
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_code_of_the_hub_in_a_configuration_is_refused(key, value, tmp_path):
+    base = in_one_file(tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {key: value}))
+    for read in READERS:
+        with pytest.raises(ValueError, match=f"its config.json has {key}=.*/.*, code on the Hugging Face hub"):
+            read(base)
 
 
 def test_a_run_that_learnt_chats_answers_them_and_ends(run, tmp_path):

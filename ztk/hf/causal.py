@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -136,8 +137,10 @@ def build_causal(config: Any) -> Any:
 
 
 def read_config(path: str) -> Any:
-    """Returns transformers' configuration of the folder `path`. Raises ValueError if there is none that transformers supports."""
+    """Returns transformers' configuration of the folder `path`. Raises ValueError if there is none that transformers supports, and as
+    `refuse_hub_code`."""
     transformers = transformers_module()
+    refuse_hub_code(path, named=f"model.path={path}")
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -146,6 +149,32 @@ def read_config(path: str) -> Any:
             f"model.path={path}: no configuration that transformers can read ({reason}): name a folder with the config.json of a causal "
             "model, as save_pretrained writes it"
         ) from None
+
+
+def refuse_hub_code(path: str | os.PathLike, *, named: str) -> None:
+    """Raises ValueError if config.json asks for an implementation from the Hugging Face hub, which transformers would download and import.
+
+    named: the option and the folder, for the message.
+    """
+    try:
+        values = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # transformers reports it
+    for key, value in _implementations(values):
+        if "/" in value:
+            raise ValueError(
+                f"{named}: its config.json has {key}={value}, code on the Hugging Face hub, which is neither downloaded nor run: remove {key}"
+            )
+
+
+def _implementations(values: Any) -> Iterator[tuple[str, str]]:
+    """Yields the keys of a configuration that choose an implementation, such as attn_implementation, also of the models in it."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if "_implementation" in key:
+            chosen = value.values() if isinstance(value, dict) else [value]  # one for each model in it
+            yield from ((key, one) for one in chosen if isinstance(one, str))
+        else:
+            yield from _implementations(value)
 
 
 @contextlib.contextmanager

@@ -75,10 +75,7 @@ class FolderValues:
             if known is not None:
                 entry = self._plain[name] = self._plain[known]
                 if entry.shape != tuple(parameter.shape):
-                    raise ValueError(
-                        f"model.path={path}: {name} is {entry.shape} in the files and {tuple(parameter.shape)} by config.json; name a "
-                        "folder whose files belong together"
-                    )
+                    raise shape_error(f"model.path={path}", name=name, own=entry.shape, expected=parameter.shape)
             elif name not in self._converted and name not in self._may_lack:
                 lacking.append(name)
         if lacking:
@@ -91,6 +88,14 @@ class FolderValues:
     def _convert(self, name: str) -> Tensor:
         values = converted_values(self._converted[name], model=self._model, mapping=self._mapping)
         return values[name].reshape(-1)
+
+
+def shape_error(named: str, *, name: str, own: Sequence[int], expected: Sequence[int]) -> ValueError:
+    """Returns the error for a parameter that has another shape than its model's. named: the option and the folder, for the message."""
+    return ValueError(
+        f"{named}: {name} has the shape {list(own)} in its files, and {list(expected)} by its config.json; set the sizes of config.json, such "
+        "as vocab_size, to the ones of the weights"
+    )
 
 
 def _files(path: str) -> list[str]:

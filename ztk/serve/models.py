@@ -18,7 +18,8 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.records import run_folder
 from ztk.core.policies.runs import is_own, reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.hf.causal import empty_causal, transformers_module
+from ztk.hf.causal import empty_causal, refuse_hub_code, transformers_module
+from ztk.hf.values import shape_error
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.nn import Decoder, DecoderConfig
@@ -194,6 +195,7 @@ def folder_module(folder: Path, *, key: str = "inference.model") -> nn.Module:
     Raises ValueError if transformers is not installed, the folder has no causal model, or weights are missing.
     """
     auto = transformers_module(f"{key}={folder}").AutoModelForCausalLM
+    refuse_hub_code(folder, named=f"{key}={folder}")
     try:
         model, info = auto.from_pretrained(
             folder,
@@ -209,10 +211,7 @@ def folder_module(folder: Path, *, key: str = "inference.model") -> nn.Module:
         ) from None
     if others := sorted(info["mismatched_keys"]):
         name, own, expected = others[0]
-        raise ValueError(
-            f"{key}={folder}: {name} has the shape {list(own)} in its files, and {list(expected)} by its config.json; set the sizes of "
-            "config.json, such as vocab_size, to the ones of the weights"
-        )
+        raise shape_error(f"{key}={folder}", name=name, own=own, expected=expected)
     if missing := sorted(info["missing_keys"]):
         named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
         raise ValueError(
