@@ -433,7 +433,26 @@ def test_launches_choose_fp_fusion():
 # The rules themselves
 
 
+def bare_functions(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases):
+            yield f"{node.name} derives from torch.autograd.Function: derive it from ztk.kernels.launch.functions"
+
+
+def test_autograd_functions_refuse_what_they_cannot_differentiate():
+    own = {
+        "ztk/kernels/launch/functions.py",
+        "ztk/core/runtime/differentiable.py",  # has rules for all transforms
+        "ztk/planner/peer.py",  # imitates other libraries
+    }
+    assert_kept(
+        lambda path: list(bare_functions(parsed(path))),
+        files=[path for path in FILES if path.relative_to(ROOT).as_posix() not in own],
+    )
+
+
 def test_the_rules_find_planted_mistakes():
+    assert list(bare_functions(ast.parse("class F(torch.autograd.Function): ...")))
     assert broken_imports(ast.parse("from ztk.nn import Decoder"), package="kernels")
     assert broken_imports(ast.parse("from ztk.zero.offload import HostStore"), package="zero")
     assert broken_imports(ast.parse("import hydra"), package="train/engine")

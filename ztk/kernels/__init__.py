@@ -3,7 +3,15 @@
 The generic tests, the ahead-of-time report (`python -m tests.kernels.aot`) and the benchmark run from `ALL_OPS`.
 """
 
-from ztk.kernels.launch.library import Backend, behind_step, get_backend, op_names, operator, set_backend
+from ztk.kernels.launch.library import (
+    Backend,
+    behind_step,
+    get_backend,
+    needs_reference,
+    op_names,
+    operator,
+    set_backend,
+)
 from ztk.kernels.ops import ALL_OPS
 from ztk.kernels.ops.adamw import adamw
 from ztk.kernels.ops.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
@@ -117,6 +125,7 @@ __all__ = [
     "moe_combine",
     "moe_route",
     "moe_slots",
+    "needs_reference",
     "op_names",
     "operator",
     "paged_attention",

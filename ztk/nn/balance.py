@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ztk.kernels import router_losses
+from ztk.kernels.launch.functions import OnceFunction, is_transformed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,8 @@ class RouterLosses(nn.Module):
         """`out` with the losses attached. logits: fp32 [T, E]. counts: [E], choices per expert over all tokens that are balanced together,
         multiplied by their micro-batches' weights."""
         balance, z = router_losses(logits, counts=counts).unbind()
-        load.add(counts=counts, balance=balance, z=z, weight=self.weight)
+        if not is_transformed():  # whose tensors must not outlive it
+            load.add(counts=counts, balance=balance, z=z, weight=self.weight)
         if self.balance_weight == 0 and self.z_weight == 0:
             return out
         loss = (self.balance_weight * balance + self.z_weight * z) * (self.weight / self.summed_over)
@@ -112,8 +113,12 @@ def scale_router_losses(model: nn.Module, *, loss_scale: Tensor) -> None:
             module.loss_scale = loss_scale
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(OnceFunction):
     """Returns `out`. In the backward, `loss` gets the same gradient as the model's loss."""
+
+    INSTEAD = (
+        "Call model.eval(), or set balance_loss_weight and router_z_loss_weight to 0: these losses only enter gradients"
+    )
 
     @staticmethod
     def forward(ctx, out: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -121,6 +126,5 @@ class _Attach(torch.autograd.Function):
         return out.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         return d_out, ctx.like if ctx.scale is None else ctx.like * ctx.scale, None

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.nn.float8 import Float8Product
 from ztk.nn.linear import Linear, linear, weight_gradient
 
@@ -79,8 +80,10 @@ def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return linear(x, weight=weight, bias=bias)
 
 
-class _Deferring(torch.autograd.Function):
+class _Deferring(OnceFunction):
     """x W^T + b whose backward may defer the weight's gradient. product: the layer's own, called like `F.linear`."""
+
+    INSTEAD = "Choose another schedule than topology.schedule=zero_bubble, which defers gradients of weights"
 
     @staticmethod
     def forward(

@@ -24,6 +24,7 @@ from ztk.core.precision.float8 import CODES, MULTIPLE, quantise_columns, quantis
 from ztk.core.runtime.gradient_places import place_offered
 from ztk.core.runtime.input_gradients import taker_of
 from ztk.core.runtime.own_forward import has_own_forward
+from ztk.kernels.launch.functions import Function
 from ztk.nn.linear import Linear, weight_gradient
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -69,8 +70,10 @@ class Float8Product:
         return scaled_product(a, b=b, scales=(scales_a, scales_b), out=out)
 
 
-class _Float8Linear(torch.autograd.Function):
+class _Float8Linear(Function):
     """x W^T. Saves x and the weight in 16 bits, and only if the backward reads them."""
+
+    INSTEAD = "Use precision=bf16 or fp32"
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, product: Float8Product) -> Tensor:

@@ -20,12 +20,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
 from ztk.core.runtime.gradient_places import place_offered
 from ztk.core.runtime.input_gradients import Taker, taker_of
+from ztk.kernels.launch.functions import Function, is_transformed
 
 
 class Linear(nn.Linear):
@@ -74,7 +74,7 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if _is_for_onednn(x, weight):
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # `apply` costs more than a small product
+        if not torch.is_grad_enabled():  # `apply` costs more than a small product
             return _product(x, weight, bias)
         return _LinearByOneDNN.apply(x, weight, bias, _taker(x))
     if _has_place(x, weight):
@@ -109,6 +109,7 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
         and a.numel() > 0
         and b.numel() > 0
         and a.shape[-1] == b.shape[-1]
+        and not is_transformed()
         and (torch.compiler.is_compiling() or not _is_intercepted(a, b))
     )
 
@@ -123,6 +124,7 @@ def _has_place(x: Tensor, weight: Tensor) -> bool:
         and x.dtype is weight.dtype
         and x.numel() > 0
         and not torch.compiler.is_compiling()
+        and not is_transformed()
         and not _is_intercepted(x, weight)
     )
 
@@ -133,15 +135,11 @@ def _computes_elsewhere(x: Tensor) -> bool:
 
 
 def _is_intercepted(*tensors: Tensor) -> bool:
-    """Whether a layout, a tensor subclass, a mode over torch's functions, or `torch.func` replaces the product."""
-    return (
-        any(tensor.layout is not torch.strided for tensor in tensors)
-        or has_torch_function(tensors)
-        or torch._C._are_functorch_transforms_active()
-    )
+    """Whether a layout, a tensor subclass or a mode over torch's functions replaces the product."""
+    return any(tensor.layout is not torch.strided for tensor in tensors) or has_torch_function(tensors)
 
 
-class _LinearByOneDNN(torch.autograd.Function):
+class _LinearByOneDNN(Function):
     """See [Note: Matrix products on CPU]. Saves x and the weight only if the backward reads them, and never their float32 copies."""
 
     @staticmethod
@@ -165,7 +163,7 @@ class _LinearByOneDNN(torch.autograd.Function):
         return d_x, d_weight, d_bias, None
 
 
-class _LinearIntoPlace(torch.autograd.Function):
+class _LinearIntoPlace(Function):
     """`F.linear`; writes the weight's gradient into its place in a bucket if there is one (`ztk.core.runtime.gradient_places`)."""
 
     @staticmethod

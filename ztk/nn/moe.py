@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ztk.core.runtime.planned import without_autocast
 from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combine, moe_route, moe_slots, swiglu
+from ztk.kernels.launch.functions import Function, is_transformed
 from ztk.nn.balance import ExpertLoad, RouterLosses
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
@@ -53,10 +54,12 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         with without_autocast(tokens.device):
+            if is_transformed():
+                return tokens.float() @ self.weight.float().t()
             return _LogitProduct.apply(tokens, self.weight)
 
 
-class _LogitProduct(torch.autograd.Function):
+class _LogitProduct(Function):
     """tokens [T, C] times weight [E, C] transposed, in fp32. Saves no fp32 copy of inputs in other dtypes."""
 
     @staticmethod

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ztk.core.runtime.differentiable import through
+from ztk.core.runtime.dispatch_modes import is_traced
 from ztk.core.runtime.own_forward import replace_forward
 from ztk.core.runtime.saved_tensors import PackedOutside, active_hooks
 from ztk.zero.buckets.bucket import Bucket
@@ -129,16 +130,21 @@ class ModelHooks:
         """Whether a transform such as torch.func.grad differentiates this forward, which needs no gathering: `functional_call` has replaced
         all parameters, or GatheredParameters keeps them.
 
-        Raises RuntimeError inside torch.jit.trace, and for a transform of sharded parameters, whose backward would run after their release.
+        Raises RuntimeError inside torch.jit.trace, torch.export and make_fx, and for a transform of sharded parameters, whose backward would
+        run after their release.
         """
-        if _is_tracing():
+        is_full = None
+        if _is_tracing() or torch.compiler.is_exporting() or (is_traced() and not (is_full := self._has_full(module))):
             raise RuntimeError(
-                "torch.jit.trace of a model at zero stage 3 would record how weights are gathered. Trace it before initialize, "
-                "or take a copy: copy.deepcopy(model) inside deepspeed.zero.GatheredParameters(list(model.parameters())), and trace that"
+                "torch.jit.trace, torch.export and make_fx of a model at zero stage 3 would record how weights are gathered. Trace it "
+                "before initialize, or take a copy: copy.deepcopy(model) inside "
+                "deepspeed.zero.GatheredParameters(list(model.parameters())), and trace that"
             )
+        if is_full:
+            return True
         if _innermost_transform() is None or not any(level.key() in _DIFFERENTIATES for level in _transforms()):
             return False
-        if all(self._is_full(parameter) for parameter in module.parameters()):
+        if self._has_full(module):
             return True
         raise RuntimeError(
             "torch.func.grad, vjp, jvp, jacrev and hessian of a model at zero stage 3 need full weights, which are released after its forward. "
@@ -147,6 +153,9 @@ class ModelHooks:
             "engine.zero.full_parameters(). Or use torch.autograd.grad or torch.autograd.forward_ad on the engine's output, or stages 0 to 2. "
             "torch.vmap works"
         )
+
+    def _has_full(self, module: nn.Module) -> bool:
+        return all(self._is_full(parameter) for parameter in module.parameters())
 
     def _is_full(self, parameter: Tensor) -> bool:
         """Whether `parameter` (any shape) keeps its values after the forward. A transform wraps those that it differentiates."""

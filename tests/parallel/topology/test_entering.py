@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ztk.nn import linear as products
 from ztk.nn.linear import Linear, linear
 from ztk.parallel.recompute import selective
+from ztk.parallel.tensor.collectives import sum_out
 from ztk.parallel.tensor.layers import TensorAxis, cut_column, cut_row
 
 RANKS, WIDTH, TOKENS = 2, 16, 6
@@ -181,6 +182,15 @@ def test_second_derivatives():
     block = Block(axis_of(Twins()))
     assert torch.equal(second(block), second(lambda x: plain(block, x)))
     assert second(block).requires_grad
+
+
+def test_a_second_derivative_through_a_sum_in_place_leaves_its_tensors_unchanged():
+    x, slope = torch.ones(WIDTH, requires_grad=True), torch.ones(WIDTH, requires_grad=True)
+    total = sum_out(x * 1.0, comm=Twins(), label="sum", in_place=True)
+    (first,) = torch.autograd.grad(total, x, slope, create_graph=True)
+    varied = torch.ones(WIDTH)
+    (second,) = torch.autograd.grad(first, slope, varied)
+    assert torch.equal(second, torch.full((WIDTH,), float(RANKS))) and torch.equal(varied, torch.ones(WIDTH))
 
 
 def test_a_backward_of_one_part_and_one_of_the_rest():

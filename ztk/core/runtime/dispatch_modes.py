@@ -9,8 +9,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from ztk.kernels.launch.private import PRE_DISPATCH, is_included
 
 
 def without_dispatch_modes(function: Callable) -> Callable:
@@ -20,6 +23,7 @@ def without_dispatch_modes(function: Callable) -> Callable:
     def hidden(*args, **kwargs):
         if not torch._C._len_torch_dispatch_stack():  # the usual case, a microsecond faster
             return function(*args, **kwargs)
+        refuse_tracing(function.__qualname__)
         counting = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "sees_everything", False)]
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
@@ -28,6 +32,24 @@ def without_dispatch_modes(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return hidden
+
+
+def is_traced() -> bool:
+    """Whether make_fx, `torch.func.linearize` (which uses it) or torch.export records the operations of this thread."""
+    if torch.compiler.is_compiling():  # first: torch.compile cannot trace the others
+        return torch.compiler.is_exporting()
+    is_observed = torch._C._len_torch_dispatch_stack() or is_included(PRE_DISPATCH)
+    return bool(is_observed) and get_proxy_mode() is not None
+
+
+def refuse_tracing(name: str) -> None:
+    """Raises RuntimeError while operations are recorded: a record would lack the communication `name`, without an error."""
+    if is_traced():
+        raise RuntimeError(
+            f"make_fx, torch.func.linearize and torch.export cannot record {name}, which communicates with other ranks. Build the model "
+            "without an engine, load ztk.checkpoint.full_state_dict(engine) into it, and record that. torch.func.jvp works where "
+            "linearize does not"
+        )
 
 
 def keeps_results() -> bool:

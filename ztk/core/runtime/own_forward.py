@@ -6,7 +6,9 @@ its forward with the first module's weights, without any error.
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,10 @@ class OwnForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    @property
+    def __code__(self) -> CodeType:  # torch.export names its program by it
+        return inspect.unwrap(self.before).__code__
 
     def __deepcopy__(self, memo: dict) -> Callable:
         return copy.deepcopy(self._original(), memo)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ztk.kernels.launch.functions import Function
 from ztk.parallel.moe.gate import Assignment, GatePolicy, Gating, assign, jitter, uniform
 
 # (l_aux, combine_weights float32 [T, E, C], dispatch_mask bool [T, E, C], exp_counts int64 [E])
@@ -161,7 +162,7 @@ class TopKGate(nn.Module):
         return topkgating(logits, self.k, factor, **common)
 
 
-class AllToAll(torch.autograd.Function):
+class AllToAll(Function):
     """`_AllToAll.apply(group, x)`: sends chunk i of the first dimension of x [ranks * n, ..] to rank i of `group`; also for the
     gradient.
     """

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from ztk.kernels.launch.direct import first_tensor, is_on_current_gpu, is_plain
+from ztk.kernels.launch.functions import is_transformed
 from ztk.kernels.launch.private import IS_SHORT
 
 NAMESPACE = "ztk"
@@ -79,6 +80,11 @@ def behind_step(call: Callable[[], Any]) -> Callable[[], Any]:
 def use_reference() -> bool:
     """True when a public function should hand over to its reference."""
     return _backend is Backend.reference
+
+
+def needs_reference() -> bool:
+    """True when a public function with gradients should hand over: also inside transforms and torch.export. See [Note: Transforms]."""
+    return _backend is Backend.reference or is_transformed()
 
 
 def composite(x: Tensor) -> bool:

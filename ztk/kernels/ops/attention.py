@@ -20,9 +20,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.attention_backward import backward
@@ -164,7 +165,7 @@ _forward = register(
 )
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OnceFunction):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, T, causal, window, scale):
         out, lse = _forward(q, k, v, cu_seqlens, T, causal, window, scale)
@@ -212,7 +213,7 @@ def attention(
     """
     _validate(q, k, v, causal=causal, window=window, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if use_reference():
+    if needs_reference():
         return attention_reference(q, k, v, causal=causal, window=window, scale=scale)
     out = _Attention.apply(*(_packed(x) for x in (q, k, v)), None, q.shape[1], causal, window, scale)
     return out.view(q.shape)
@@ -242,7 +243,7 @@ def attention_varlen(
             f"int32 [sequences + 1] on {q.device}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if use_reference():
+    if needs_reference():
         return attention_varlen_reference(
             q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window, scale=scale
         )

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.shared import cross_entropy_cpu
@@ -310,7 +311,7 @@ def _reduce(loss: Tensor, *, weight: Tensor, reduction: str) -> Tensor:
     return loss if reduction == "none" else (loss.sum() * weight).reshape(())
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(OnceFunction):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, weight: Tensor, reduction: str, options: tuple) -> Tensor:
         loss, rows = _forward(logits, target, *options)
@@ -325,7 +326,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
+class _CrossEntropyInPlace(OnceFunction):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, weight: Tensor, reduction: str, options: tuple) -> Tensor:
         ctx.gradient = logits.detach()
@@ -366,7 +367,7 @@ def cross_entropy(
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"cross_entropy: reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-    if use_reference():
+    if needs_reference():
         return cross_entropy_reference(
             logits,
             target,

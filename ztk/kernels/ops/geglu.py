@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.jit import jit
-from ztk.kernels.launch.library import composite, use_reference
+from ztk.kernels.launch.library import composite, needs_reference
 from ztk.kernels.shared.glu import check_inputs, differentiable, make_inputs
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
@@ -70,7 +70,7 @@ _differentiable = differentiable(
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation. Both [...], same shape and dtype; returns that shape, contiguous. Gradients for both."""
     check_inputs("geglu", gate=gate, up=up)
-    if use_reference():
+    if needs_reference():
         return geglu_reference(gate, up)
     if composite(gate):
         return _eager(gate, up)

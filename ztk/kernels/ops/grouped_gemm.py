@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ztk.kernels.launch.descriptors import ALIGNMENT, Layout, can_describe
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2, register_limit
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Architecture, Machine, machine
 from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.ops.moe_combine import combine, random_routing
@@ -256,7 +257,7 @@ def _count_weight_products(x, d_out, offsets, order, *args, **kwargs) -> int:
     return 2 * d_out[0] * x[1] * d_out[1]
 
 
-class _GroupedMatmul(torch.autograd.Function):
+class _GroupedMatmul(OnceFunction):
     """One product of x per weight."""
 
     @staticmethod
@@ -291,7 +292,7 @@ def grouped_matmul(
     rows after the last slot, offsets[E], are zero, and so is their gradient.
     """
     _check(x, weight, offsets=offsets, order=order, position=position)
-    if use_reference():
+    if needs_reference():
         return grouped_matmul_reference(x, weight, offsets=offsets, order=order, position=position)
     return _GroupedMatmul.apply(x.contiguous(), offsets, order, position, weight.contiguous())[0]
 
@@ -315,7 +316,7 @@ def grouped_matmul_pair(
             f"{tuple(weight2.shape)} {weight2.dtype}"
         )
     _check(x, weight, offsets=offsets, order=order, position=position)
-    if use_reference():
+    if needs_reference():
         return _pair_reference(x, weight, weight2, offsets=offsets, order=order, position=position)
     return _GroupedMatmul.apply(x.contiguous(), offsets, order, position, weight.contiguous(), weight2.contiguous())
 
@@ -326,7 +327,7 @@ def _check(x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None, 
             f"grouped_matmul: x {tuple(x.shape)} {x.dtype} must be [rows, D] and weight {tuple(weight.shape)} "
             f"{weight.dtype} [E, D, N] of the same dtype"
         )
-    if x.dtype not in FLOAT_DTYPES and not use_reference():
+    if x.dtype not in FLOAT_DTYPES and not needs_reference():
         raise ValueError(f"grouped_matmul: {x.dtype} is not supported; use float32, float16 or bfloat16")
     if offsets.shape != (weight.shape[0] + 1,) or (order is None) != (position is None):
         raise ValueError(

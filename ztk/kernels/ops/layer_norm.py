@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
 from ztk.kernels.launch.direct import is_plain
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2, register_limit, resident_programs
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.shared.math import cast
@@ -276,7 +277,7 @@ _backward = register(
 )
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(OnceFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, eps):
         out, mean, rstd, *summed = _forward(x, weight, bias, residual, eps)
@@ -308,7 +309,7 @@ def layer_norm(
         raise ValueError(
             f"layer_norm: residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
         )
-    if use_reference():
+    if needs_reference():
         return layer_norm_reference(x, weight, bias, eps=eps, residual=residual)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     if is_plain():

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.functions import OnceFunction
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.ops.cast_copy import cast_copy
 from ztk.kernels.ops.cross_entropy import cross_entropy_reference
 from ztk.kernels.shared.spec import OpSpec
@@ -124,7 +125,7 @@ def _count_operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int
     return 2 * x.numel() * weight[0] * (3 if args[-1] else 1)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(OnceFunction):
     @staticmethod
     def forward(ctx, x, weight, target, factor, rows, options, with_gradients):
         logits = torch.empty(min(rows, x.shape[0]), weight.shape[0], dtype=x.dtype, device=x.device)
@@ -178,7 +179,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"linear_cross_entropy: reduction={reduction!r} is unknown; choose mean or sum")
     options = {"ignore_index": ignore_index, "z_loss": z_loss, "label_smoothing": label_smoothing}
-    if use_reference():
+    if needs_reference():
         return linear_cross_entropy_reference(x, weight, target, reduction=reduction, **options)
     rows, target = x.reshape(-1, x.shape[-1]).contiguous(), target.reshape(-1).contiguous()
     if chunk_bytes is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.ops.linear_cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES, accumulate, chunk_rows, multiply, operand
 from ztk.kernels.ops.linear_logprob import Product
 from ztk.kernels.shared.spec import compute_dtype
@@ -59,7 +60,9 @@ def logit_loss(logits: Tensor, *, loss_of: LogitLoss, chunk_bytes: int | None = 
     return torch.stack(parts).sum()
 
 
-class _LinearLogitLoss(torch.autograd.Function):
+class _LinearLogitLoss(OnceFunction):
+    INSTEAD = "Compute the loss from the logits"
+
     @staticmethod
     def forward(ctx, x, weight, loss_of, rows, product):
         d_x = torch.empty_like(x, dtype=compute_dtype(x))
@@ -81,7 +84,9 @@ class _LinearLogitLoss(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-class _LogitLoss(torch.autograd.Function):
+class _LogitLoss(OnceFunction):
+    INSTEAD = "Compute the loss from the logits"
+
     @staticmethod
     def forward(ctx, logits, loss_of, rows):
         gradient = torch.empty_like(logits)

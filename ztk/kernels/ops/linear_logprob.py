@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.functions import OnceFunction
+from ztk.kernels.launch.library import needs_reference, register, use_reference
 from ztk.kernels.ops.cross_entropy import _launch_bwd, _launch_fwd
 from ztk.kernels.ops.linear_cross_entropy import CHUNK_BYTES, CPU_CHUNK_BYTES, accumulate, chunk_rows, multiply, operand
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
@@ -103,7 +104,7 @@ class _Gradients:
         accumulate(self.d_weight, g=g, x=operand(self._x[cut]))
 
 
-class _LinearLogprob(torch.autograd.Function):
+class _LinearLogprob(OnceFunction):
     @staticmethod
     def forward(ctx, x, weight, target, temperature, rows, product, hide):
         out = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
@@ -125,7 +126,9 @@ class _LinearLogprob(torch.autograd.Function):
         return found.d_x.to(x.dtype), found.d_weight.to(weight.dtype), None, None, None, None, None
 
 
-class _LinearTokenLoss(torch.autograd.Function):
+class _LinearTokenLoss(OnceFunction):
+    INSTEAD = "Compute the loss from the results of ztk.kernels.linear_logprob"
+
     @staticmethod
     def forward(ctx, x, weight, target, loss_of, temperature, rows, product, hide):
         found = _Gradients(x, weight=weight, temperature=temperature)
@@ -172,7 +175,7 @@ def linear_logprob(
     Returns float32 [T], float64 for float64. Raises ValueError for other shapes and dtypes.
     """
     _check(x, weight=weight, target=target)
-    if use_reference():
+    if needs_reference():
         return linear_logprob_reference(x, weight, target, temperature=temperature, hide=hide)
     rows = _rows(x, weight=weight, chunk_bytes=chunk_bytes)
     return _LinearLogprob.apply(

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import empty_matrix
 from ztk.kernels.ops.moe_routing import moe_route_reference
@@ -140,7 +141,7 @@ _combine_backward = register(
 )
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(OnceFunction):
     @staticmethod
     def forward(ctx, y, weights, position, dropped):
         ctx.save_for_backward(y, weights, position)
@@ -166,7 +167,7 @@ def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool =
         )
     if y.shape[1] > MAX_COMBINE_COLUMNS:
         raise ValueError(f"moe_combine: {y.shape[1]} columns are above {MAX_COMBINE_COLUMNS}")
-    if use_reference():
+    if needs_reference():
         return moe_combine_reference(y, weights=weights, position=position)
     return _Combine.apply(y.contiguous(), weights.contiguous(), position, dropped)
 

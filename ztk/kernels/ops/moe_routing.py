@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.shared.math import cast
@@ -312,7 +313,7 @@ _backward = register(
 )
 
 
-class _Route(torch.autograd.Function):
+class _Route(OnceFunction):
     @staticmethod
     def forward(ctx, logits, top_k, normalise):
         weights, experts, *slots = _forward(logits, top_k, normalise)
@@ -336,7 +337,7 @@ def moe_route(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
         raise ValueError(
             f"moe_route: logits {tuple(logits.shape)} must be [T, E] with top_k={top_k} <= E <= {MAX_EXPERTS}"
         )
-    if use_reference():
+    if needs_reference():
         return moe_route_reference(logits, top_k=top_k, normalise=normalise)
     weights, experts, counts, offsets, order, position = _Route.apply(logits.contiguous(), top_k, normalise)
     return Routing(weights=weights, experts=experts, counts=counts, offsets=offsets, order=order, position=position)

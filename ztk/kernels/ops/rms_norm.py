@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
 from ztk.kernels.launch.direct import is_plain
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, register_limit, resident_programs
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.shared.cpu import rows_per_piece, scaled_float32, scratch
@@ -224,7 +225,7 @@ _backward = register(
 )
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(OnceFunction):
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
         y, rstd, *total = _forward(x, residual, weight, eps)
@@ -253,7 +254,7 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
         )
-    if use_reference():
+    if needs_reference():
         return rms_norm_reference(x, weight, eps=eps, residual=residual)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     if is_plain():

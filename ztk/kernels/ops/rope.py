@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.direct import is_plain
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
@@ -124,7 +125,7 @@ _op = register(
 )
 
 
-class _RoPE(torch.autograd.Function):
+class _RoPE(OnceFunction):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -153,7 +154,7 @@ def rope(x: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool = False) -> T
         )
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"rope: cos has {cos.shape[-1]} angles, a head of {x.shape[-1]} dimensions takes half as many")
-    if use_reference():
+    if needs_reference():
         return rope_reference(x, cos=cos, sin=sin, interleaved=interleaved)
     if x.stride(-1) != 1:
         x = x.contiguous()

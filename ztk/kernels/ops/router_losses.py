@@ -15,11 +15,11 @@ Fedus et al., https://arxiv.org/abs/2101.03961; Zoph et al., https://arxiv.org/a
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
@@ -159,7 +159,7 @@ _backward = register(
 )
 
 
-class _RouterLosses(torch.autograd.Function):
+class _RouterLosses(OnceFunction):
     @staticmethod
     def forward(ctx, logits: Tensor, counts: Tensor) -> Tensor:
         losses, statistics = _forward(logits, counts)
@@ -167,7 +167,6 @@ class _RouterLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_losses: Tensor) -> tuple[Tensor, None]:
         return _backward(d_losses.contiguous(), *ctx.saved_tensors), None
 
@@ -183,7 +182,7 @@ def router_losses(logits: Tensor, *, counts: Tensor) -> Tensor:
         raise ValueError(
             f"router_losses: logits {tuple(logits.shape)} {logits.dtype} and counts {tuple(counts.shape)} must be float32 [T, E] and [E]"
         )
-    if use_reference():
+    if needs_reference():
         return router_losses_reference(logits, counts=counts)
     return _RouterLosses.apply(logits.contiguous(), counts.to(torch.float32).contiguous())
 

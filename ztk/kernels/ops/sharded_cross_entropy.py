@@ -21,11 +21,11 @@ from collections.abc import Callable
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
-from ztk.kernels.launch.library import register, use_reference
+from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.cross_entropy import sum_of_row
@@ -272,7 +272,7 @@ _backward = register(
 )
 
 
-class _ShardedCrossEntropy(torch.autograd.Function):
+class _ShardedCrossEntropy(OnceFunction):
     @staticmethod
     def forward(
         ctx, logits: Tensor, target: Tensor, first: int, exchange: Exchange | None, options: tuple[int, float]
@@ -286,7 +286,6 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return mean[0].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, ctx.logits = ctx.logits, None
         if logits is None:
@@ -317,7 +316,7 @@ def sharded_cross_entropy(
             f"sharded_cross_entropy: target is {tuple(target.shape)} {target.dtype}; logits {tuple(logits.shape)} need to be "
             f"[M, columns] and the target int64 [M]"
         )
-    if use_reference():
+    if needs_reference():
         return sharded_cross_entropy_reference(
             logits, target, first=first, exchange=exchange, ignore_index=ignore_index, z_loss=z_loss
         )
@@ -335,16 +334,13 @@ def sharded_cross_entropy_reference(
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch, float32 inside. Values from other ranks have no gradient, so the own part's slope is attached to them."""
+    """The same in plain torch, float32 inside. Its gradients go through `exchange`, which must be differentiable."""
     x = logits.to(compute_dtype(logits))
     here, column = _columns(target, first=first, columns=x.shape[1], ignore_index=ignore_index)
     lse, picked = x.logsumexp(dim=1), torch.where(here, x.gather(1, column[:, None])[:, 0], 0.0)
     if exchange is not None:
-        own, target_logit, peak = lse, picked, x.detach().amax(dim=1)
-        joined = exchange(torch.stack([peak, (x.detach() - peak[:, None]).exp().sum(dim=1), picked.detach()]).float())
-        lse = (joined[:, 0] + joined[:, 1].log()).to(x.dtype).logsumexp(dim=0)
-        lse = lse + (own - own.detach()) * (own.detach() - lse).exp()
-        picked = joined[:, 2].to(x.dtype).sum(dim=0) + target_logit - target_logit.detach()
+        joined = exchange(torch.stack([lse, picked]).float()).to(x.dtype)  # [ranks, 2, M]
+        lse, picked = joined[:, 0].logsumexp(dim=0), joined[:, 1].sum(dim=0)
     counts = target != ignore_index
     loss = torch.where(counts, lse - picked + z_loss * lse.square(), 0.0)
     return loss.sum() / counts.sum().clamp(min=1)

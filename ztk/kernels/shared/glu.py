@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk.kernels.launch.direct import is_plain
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.jit import Bound, bind, kept
 from ztk.kernels.launch.library import register
@@ -84,7 +85,7 @@ def differentiable(
         fake=lambda d_out, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
     )
 
-    class Gated(torch.autograd.Function):
+    class Gated(OnceFunction):
         @staticmethod
         def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
             ctx.save_for_backward(gate, up)

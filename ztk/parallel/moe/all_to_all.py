@@ -7,11 +7,10 @@ Received rows have the dtype of the sent ones.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ztk.core.runtime import Comm
+from ztk.kernels.launch.functions import OnceFunction
 
 
 class AsyncAllToAll:
@@ -63,19 +62,22 @@ class AsyncAllToAll:
         return out
 
 
-class _Start(torch.autograd.Function):
+class _Start(OnceFunction):
+    INSTEAD = "Use topology.expert=1"
+
     @staticmethod
     def forward(ctx, rows: Tensor, anchor: Tensor | None, exchange: AsyncAllToAll) -> Tensor:
         ctx.exchange = exchange
         return exchange.start_forward(rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_buffer: Tensor) -> tuple[Tensor, None, None]:
         return ctx.exchange.wait_backward(), None, None
 
 
-class _Wait(torch.autograd.Function):
+class _Wait(OnceFunction):
+    INSTEAD = "Use topology.expert=1"
+
     @staticmethod
     def forward(ctx, buffer: Tensor, exchange: AsyncAllToAll) -> Tensor:
         ctx.exchange = exchange
@@ -83,7 +85,6 @@ class _Wait(torch.autograd.Function):
         return buffer.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_rows: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start_backward(d_rows)
         return d_rows, None

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ztk.core.runtime import Comm, Mesh
 from ztk.core.runtime.planned import is_planned, note_read
 from ztk.core.runtime.streams import Reading
 from ztk.kernels import Routing, Slots, moe_slots
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.ops.moe_combine import combine
 from ztk.parallel.moe.all_to_all import AsyncAllToAll
 
@@ -152,14 +152,15 @@ def gather_rows(x: Tensor, *, order: Tensor, position: Tensor) -> Tensor:
     return _GatherRows.apply(x, order, position)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(OnceFunction):
+    INSTEAD = "Use topology.expert=1"
+
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, position: Tensor) -> Tensor:
         ctx.save_for_backward(position)
         return x.index_select(0, order // position.shape[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_rows: Tensor) -> tuple[Tensor, None, None]:
         (position,) = ctx.saved_tensors
         return combine(d_rows.contiguous(), None, position), None, None

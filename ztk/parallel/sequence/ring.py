@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ztk.core.runtime import Comm
 from ztk.core.runtime.dispatch_modes import without_dispatch_modes
 from ztk.kernels import PackedPair, Pair, Part, attention_block, attention_block_backward
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.nn import Documents
 
 
@@ -152,8 +153,10 @@ def ring_attention(
     return _Ring.apply(query, key, value, comm, label, chunks, scale).to(dtype)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(OnceFunction):
     """Inside, tensors are [2, B c, heads, D]: a rank's two chunks of c tokens, each of all B sequences, dense."""
+
+    INSTEAD = "Use topology.context=1"
 
     @staticmethod
     @without_dispatch_modes  # selective recomputation would keep the result of every block, N times a layer's output

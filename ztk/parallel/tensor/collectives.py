@@ -22,6 +22,7 @@ from ztk.core.runtime import Comm
 from ztk.core.runtime.comm.comm import Work
 from ztk.core.runtime.differentiable import through
 from ztk.core.runtime.dispatch_modes import keeps_results
+from ztk.kernels.launch.functions import is_transformed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +97,12 @@ def sum_out(x: Tensor, *, comm: Comm, label: str, in_place: bool = False) -> Ten
 
     in_place: `x` is a product that nothing else needs, including autograd: its memory takes the sum.
     """
+    overwrites = in_place and not is_transformed()
 
     def total(x: Tensor) -> Tensor:
-        started = start_summing(x, comm=comm, label=label) if in_place else None
+        nonlocal overwrites
+        started = start_summing(x, comm=comm, label=label) if overwrites else None
+        overwrites = False  # a second derivative sums tensors of others
         return summed(x, comm=comm, label=label) if started is None else started.result()
 
     return through(x, forward=total, backward=lambda d_out: d_out)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ztk.core.runtime import Comm
 from ztk.core.runtime.differentiable import LinearMap, through
 from ztk.core.runtime.input_gradients import Taker, offer_to_take
+from ztk.kernels.launch.functions import Function
 from ztk.parallel.tensor.collectives import Started, gathered, scattered, start_scattering, start_summing, summed
 
 
@@ -112,7 +113,7 @@ class Entrance:
         return None
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     @staticmethod
     def forward(ctx, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.set_materialize_grads(False)

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.core.runtime import Comm
+from ztk.core.runtime.differentiable import through
 from ztk.core.runtime.own_forward import has_own_forward, replace_forward
+from ztk.kernels.launch.functions import is_transformed
 from ztk.nn.linear import Linear
 from ztk.parallel.tensor.collectives import gather_last, scatter_out, split_last, sum_out
 from ztk.parallel.tensor.derived import is_conv1d
-from ztk.parallel.tensor.entering import Entrance, copying, gathering
+from ztk.parallel.tensor.entering import Entrance, Passage, copying, gathering
 
 _NO_COPY = (
     "this module holds one rank's part of its weights (tensor parallelism), and a copy would have no part in the sums over the ranks: copy or "
@@ -63,9 +65,12 @@ class TensorAxis:
 
         alone: the result is only used by one product of `ztk.nn.linear`, so its gradient may be summed before autograd has it.
         """
+        if is_transformed():  # such tensors must not be kept, and layers do not hand over their gradients
+            passage = self._passage(label)
+            return through(x, forward=passage.forward, backward=passage.adjoint)
         shared = self._shared
         if shared is None or shared.source() is not x or shared.with_grad != torch.is_grad_enabled():
-            entrance = Entrance((gathering if self._cut else copying)(self.comm, label=label))
+            entrance = Entrance(self._passage(label))
             shared = self._shared = _Shared(
                 source=weakref.ref(x, self._forget),
                 entrance=entrance,
@@ -74,6 +79,9 @@ class TensorAxis:
             )
         shared.entrance.add_user(is_product=alone)
         return shared.entered
+
+    def _passage(self, label: str) -> Passage:
+        return (gathering if self._cut else copying)(self.comm, label=label)
 
     def _forget(self, source: weakref.ref) -> None:
         if self._shared is not None and self._shared.source is source:

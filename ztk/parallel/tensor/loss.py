@@ -6,11 +6,10 @@ The backward needs no communication and writes over the logits: see `ztk.kernels
 dtype fp32.
 """
 
-import functools
-
 from torch import Tensor, nn
 
 from ztk.core.runtime import Comm
+from ztk.core.runtime.differentiable import through
 from ztk.kernels import sharded_cross_entropy
 from ztk.nn.loss import IGNORED
 from ztk.parallel.tensor.collectives import gather_last
@@ -49,7 +48,12 @@ def vocabulary_parallel_cross_entropy(
         it may run once, and the logits must not be used otherwise.
     targets: int64 [N], columns of the full logits; rows with `ignore_index` do not count.
     """
-    exchange = functools.partial(comm.gather, label="cross entropy")
+
+    def exchange(statistics: Tensor) -> Tensor:
+        return through(
+            statistics, forward=lambda x: comm.gather(x, label="cross entropy"), backward=lambda d_out: d_out[comm.rank]
+        )
+
     return sharded_cross_entropy(
         logits, targets, first=first, exchange=exchange, ignore_index=ignore_index, z_loss=z_loss
     )

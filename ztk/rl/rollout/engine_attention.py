@@ -12,10 +12,9 @@ of the first layer on. So the trainer computes its forward like the engine, over
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ztk.kernels.launch.functions import OnceFunction
 from ztk.nn import Documents
 from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout.blocks import Blocks, Segment
@@ -32,7 +31,9 @@ class EngineAttention(CausalAttention):
         return _Attention.apply(query, key, value, documents)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OnceFunction):
+    INSTEAD = "Use a model whose attention is ztk.nn.self_attention.CausalAttention"
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         (B, T, H, D), K = query.shape, key.shape[2]
@@ -48,7 +49,6 @@ class _Attention(torch.autograd.Function):
         return out.view(query.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         found = ctx.blocks.gradients(d_out.reshape(query.shape), query=query, key=key, value=value, out=out, lse=lse)

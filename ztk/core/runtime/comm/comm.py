@@ -20,6 +20,7 @@ from torch import Tensor
 from ztk.core.runtime.comm.counters import CommCounters
 from ztk.core.runtime.comm.transport import Transport
 from ztk.core.runtime.comm.watchdog import Entered, Watchdog
+from ztk.core.runtime.dispatch_modes import refuse_tracing
 from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import note_read
 from ztk.core.runtime.ranges import named
@@ -371,6 +372,7 @@ class Comm:
 
     def _pass(self, direction: str, label: str, run: Callable) -> Work:
         """Sends or receives one message. Each direction of each pair has its own thread, so no message waits for another pair's."""
+        refuse_tracing(f"{direction} {label}")
 
         def task():
             if self.before is not None:
@@ -391,6 +393,8 @@ class Comm:
         self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Handle | None = None
     ) -> Work:
         """size: size in the label, equal on all ranks. Defaults to the number of elements."""
+        if self.size > 1:
+            refuse_tracing(label)
         name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 
         def task():
