@@ -1,7 +1,9 @@
 """One rank of a run: its number, its device and its communicators."""
 
 import datetime
+import logging
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +15,11 @@ from ztk.core.runtime.comm.connect import backend_of
 from ztk.core.runtime.comm.transport import SingleRankTransport
 from ztk.core.runtime.mesh import AXES, Mesh, Topology
 from ztk.core.runtime.rendezvous import Meeting, meet, set_places
+
+logger = logging.getLogger(__name__)
+
+_DESCRIPTORS_PER_RANK = 8  # 4.5 with tensor parallelism, more with further axes
+_OWN_DESCRIPTORS = 1024  # files, shared memory, data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +52,7 @@ class Process:
         if meeting is not None:
             set_places(meeting.hosts, rank=rank)
             rank, world, local_rank, local_world = _read_place()
+        _allow_descriptors(world=world, rank=rank)
         chosen = _choose_device(device, local_rank=local_rank)
         if not dist.is_initialized():
             _join(rank=rank, world=world, device=chosen, timeout=timeout, meeting=meeting)
@@ -103,6 +111,20 @@ def all_replicas(comm: Comm) -> Mesh:
     alone = Comm(SingleRankTransport(), rank=0, size=1, device=comm.device)
     uncut = ("data", "expert_data", "inter_node")
     return Mesh(Topology(), world=comm, comms={axis: comm if axis in uncut else alone for axis in AXES})
+
+
+def _allow_descriptors(*, world: int, rank: int) -> None:
+    """Raises the soft limit of open files: gloo has a socket for each pair of a group, 4,600 at 1,024 ranks, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_PER_RANK * world + _OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted or world == 1:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    if allowed < wanted and rank == 0:
+        logger.warning(
+            "%d ranks may need %d open files each, and `ulimit -Hn` is %d: raise it on every node", world, wanted, hard
+        )
 
 
 def _read_place() -> tuple[int, int, int, int]:
