@@ -22,8 +22,9 @@ from ztk.checkpoint.adapters import read_adapter
 from ztk.cli import sweeper
 from ztk.cli.jobs import Outcome
 from ztk.cli.session import Session, run
-from ztk.config import check_resumed, compose, config_with, save
+from ztk.config import check_resumed, compose, config_with, load, save
 from ztk.experiments.evaluation_engine import open_frozen
+from ztk.report import history
 from ztk.report.__main__ import main as report_command
 from ztk.serve.models import open_model
 from ztk.serve.packing import opened_unread
@@ -105,6 +106,25 @@ def text(line: str) -> Callable[[Path], None]:
         file.write_text(file.read_text() + line.replace("WITNESS", str(folder.parent / "witness")) + "\n")
 
     return write
+
+
+def _bomb(*, merges: bool) -> str:
+    """Ten lines of YAML with 10^9 values in them."""
+    line = "{{<<: [{}]}}" if merges else "[{}]"
+    rows = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {line.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 10))]
+    return "user:\n" + "\n".join(f"  {row}" for row in rows)
+
+
+@pytest.mark.parametrize(
+    "bomb", [_bomb(merges=False), _bomb(merges=True), "user: &a {a: *a}", f"user: {'[' * 5000}{']' * 5000}"]
+)
+def test_a_record_that_would_fill_the_memory_is_refused(bomb, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"{bomb}\n")
+    (tmp_path / "summary.json").write_text("{}")
+    for read in (load, history.load):
+        with pytest.raises(ValueError, match="is no record of a run") as raised:
+            read(tmp_path / "config.yaml" if read is load else tmp_path)
+        assert len(str(raised.value)) < 1000
 
 
 def _tokenizer(folder: Path) -> None:

@@ -18,6 +18,7 @@ from ztk.config.keys import no_values, run_keys
 from ztk.config.own import USER, nameless, nodes_of, recorded, take_objects, take_user, written_user
 from ztk.config.renamed import hint_of, rename_recorded
 from ztk.core.policies.config import Config
+from ztk.core.policies.records import check_aliases
 
 
 @cache
@@ -109,7 +110,15 @@ def load(path: str | os.PathLike) -> Config:
     path = Path(path)
     try:
         config, user = _parsed(path.read_text(encoding="utf-8"))
-    except (OmegaConfBaseException, yaml.YAMLError, AssertionError, AttributeError, TypeError, ValueError) as error:
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        AssertionError,
+        AttributeError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ConfigError([f"{path}: is no record of a run ({' '.join(str(error).split())})"]) from None
     config.own, config.user = recorded(config.own), user
     return config
@@ -128,6 +137,8 @@ def from_yaml(text: str) -> Config:
 
 def _parsed(text: str) -> tuple[Config, dict[str, Any]]:
     """Returns a configuration without `user`, and `user` as plain values. Interpolations are texts, because `to_yaml` has resolved them."""
+    if "&" in text:
+        check_aliases(yaml.compose(text, Loader=yaml.SafeLoader))
     values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     user = values.pop(USER, None) or {}
     own = take_objects(values)

@@ -11,6 +11,7 @@ import pandas
 import yaml
 
 from ztk.core.policies.experiment import is_counted
+from ztk.core.policies.records import check_aliases
 from ztk.report.folder import ENVIRONMENT, METRICS, OPTIONS, SUMMARY, read_rows
 from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_status, read_summary
@@ -268,10 +269,13 @@ def _configuration(folder: Path) -> dict[str, Any]:
     """Returns key -> value of the resolved configuration. Raises ValueError for a file that is no record."""
     path = folder / "config.yaml"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "&" in text:
+            check_aliases(yaml.compose(text, Loader=yaml.SafeLoader))
+        values = yaml.safe_load(text)
     except FileNotFoundError:
         return {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: is no record of a run ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: is no record of a run; take it out of the folder")

@@ -4,12 +4,14 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 CHECKPOINTS, LATEST = (
     "checkpoints",
     "latest",
 )  # folder of a run, and the file in it that names the checkpoint to continue from
 OWN_RECORD = "run.yaml"  # in a checkpoint: the configuration of the run that saved it
+MOST_VALUES = 1_000_000  # of a record, with those that aliases repeat
 _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
@@ -74,6 +76,28 @@ def weight_files(folder: str | os.PathLike) -> list[Path]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return [Path(folder, name) for name in sorted(set(places.values()))]
     return [single] if single.is_file() else []
+
+
+def check_aliases(root: Any) -> None:
+    """Raises ValueError for a YAML document that repeats its parts by aliases without a bound, as one of a few lines can.
+
+    root: the node that yaml.compose returns. Aliases share a node there, so the check takes as long as the text.
+    """
+    sizes: dict[int, int] = {}  # of a node's copy, by the node's identity; 0 while it is counted
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            entries = node.value if isinstance(node.value, list) else []
+            sizes[id(node)] = 1 + sum(
+                size(one) for entry in entries for one in (entry if isinstance(entry, tuple) else (entry,))
+            )
+        elif not sizes[id(node)]:
+            raise ValueError("an alias refers to a part that contains it")
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MOST_VALUES:
+        raise ValueError(f"its aliases repeat {size(root):.3g} values, more than {MOST_VALUES}")
 
 
 def replace_file(path: Path, *, text: str) -> None:
