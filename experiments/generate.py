@@ -22,7 +22,8 @@ from torch import nn
 
 from ztk import checkpoint, kernels
 from ztk.config import Config
-from ztk.core.policies.inference import CacheFormat, SamplingConfig
+from ztk.core.policies.inference import SamplingConfig
+from ztk.core.policies.key import policy_of
 from ztk.core.policies.runs import streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime.comm import Comm
@@ -515,9 +516,7 @@ def release_module(opened: Opened) -> None:
 
 
 def _format(config: Config) -> str:
-    weights = config.inference.weights
-    assert weights is not None, "each of the tasks sets it"
-    return weights.value
+    return str(config.inference.weights)
 
 
 def _calibrated(config: Config, *, opened: Opened) -> InferencePolicy:
@@ -529,22 +528,10 @@ def _calibrated(config: Config, *, opened: Opened) -> InferencePolicy:
 
 
 def _policy(config: Config) -> InferencePolicy:
-    chosen = config.inference
-    return InferencePolicy(
-        max_sequences=chosen.max_sequences,
-        max_step_tokens=chosen.max_step_tokens,
-        step_seconds=chosen.step_seconds,
-        max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
-        lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which does not sample
-        draft_tokens=chosen.draft_tokens or 0,  # null without a draft model
-        weights=_format(config),
-        offload=_offload(config),
-        memory_bytes=chosen.memory_bytes,
-        device=config.launch.device.value,
-        cache_tokens=chosen.cache_tokens,
-        cache_dtype=(chosen.cache_dtype or CacheFormat.stored).value,
-        exact=chosen.exact is not False,
-    )
+    others: dict[str, Any] = {"offload": _offload(config), "device": config.launch.device.value}
+    if config.task.name == "eval":
+        others["max_model_len"] = config.eval.seq_len or _USUAL_WINDOW
+    return policy_of(InferencePolicy, given=config.inference, others=others)
 
 
 def _offload(config: Config) -> OffloadPolicy | None:

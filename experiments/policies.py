@@ -19,7 +19,7 @@ from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.key import policy_of
 from ztk.core.policies.offload import OffloadConfig
 from ztk.core.policies.peers import Peer
-from ztk.core.policies.precision import LossScaleConfig, PrecisionConfig
+from ztk.core.policies.precision import DType, PrecisionConfig
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.rollout import StrategyConfig
 from ztk.core.policies.runs import is_hugging_face
@@ -98,8 +98,8 @@ def ema_policy(config: Config) -> EmaPolicy | None:
 
 def precision_policy(config: Config) -> PrecisionPolicy:
     values = _given(config.precision, without=("loss_scale",))
-    scale = _given(config.precision.loss_scale)
-    loss_scale = LossScalePolicy(**scale) if scale else None
+    is_scaled = config.precision.dtype is DType.fp16
+    loss_scale = policy_of(LossScalePolicy, given=config.precision.loss_scale) if is_scaled else None
     return PrecisionPolicy.named(
         values["dtype"],
         reduce_dtype=values.get("reduce_dtype"),
@@ -130,7 +130,7 @@ def of_model(config: Config, *, given: StrategyConfig) -> Config:
         follows = own.zero.stage == 3
         write(own, key="offload.parameters", value=own.offload.optimizer if follows else Tier.none)
     if given.precision is not None and given.precision is not own.precision.dtype:
-        own.precision = PrecisionConfig(dtype=given.precision, loss_scale=LossScaleConfig())
+        own.precision = PrecisionConfig(dtype=given.precision)
     return own
 
 

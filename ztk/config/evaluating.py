@@ -14,7 +14,7 @@ from ztk.core.policies.inference import WeightFormat
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig
-from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig
+from ztk.core.policies.precision import DType, PrecisionConfig
 from ztk.core.policies.records import run_record
 from ztk.core.policies.runs import by_training, is_own
 from ztk.core.policies.tier import Tier
@@ -55,7 +55,7 @@ def take_evaluated(config: Config) -> list[str]:
     except (ImportError, ValueError) as error:
         return [str(error)]
     if not any(key == "precision" or key.startswith("precision.") for key in config.given):
-        config.precision = PrecisionConfig(dtype=DType.fp32, loss_scale=LossScaleConfig())
+        config.precision = PrecisionConfig(dtype=DType.fp32)
     config.data.name, config.data.tokenizer = (
         DataName.synthetic,
         None,

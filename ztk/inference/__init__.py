@@ -4,6 +4,7 @@ generator = ztk.Generator(model)
 [[completion]] = generator.generate([prompt], sampling=SamplingParams(max_tokens=64, temperature=0.7))
 """
 
+from ztk.core.policies.inference import InferencePolicy as InferencePolicy
 from ztk.inference.generator import Generator as Generator
 from ztk.inference.opening import UnreadModel as UnreadModel
 from ztk.inference.packed import Packed as Packed
@@ -12,7 +13,6 @@ from ztk.inference.packed import pack as pack
 from ztk.inference.policy import Completion as Completion
 from ztk.inference.policy import Grammar as Grammar
 from ztk.inference.policy import GrammarState as GrammarState
-from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
 from ztk.inference.policy import PromptLogprob as PromptLogprob
 from ztk.inference.policy import SamplingParams as SamplingParams

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ztk.core.policies.inference import InferencePolicy
 from ztk.core.runtime.system_memory import available_memory
 from ztk.inference.base import Model
 from ztk.inference.cache import block_bytes
 from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS
 from ztk.inference.parts import Item
-from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
 from ztk.inference.stream import BUFFERS
 from ztk.kernels.shared.cached_attention import BLOCK, attention_bytes

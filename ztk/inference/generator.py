@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.inference import InferencePolicy
 from ztk.core.runtime.comm import Comm
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.base import Model
@@ -24,7 +25,7 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
-from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
+from ztk.inference.policy import Completion, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_draws, check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values

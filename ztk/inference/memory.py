@@ -11,13 +11,13 @@ and scales follow from the weights alone, so answers are as exact as without.
 import torch
 from torch import nn
 
+from ztk.core.policies.inference import InferencePolicy
 from ztk.inference.base import Model
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.cache import Cache, Span, block_bytes
 from ztk.inference.capacity import StreamPlan, cache_blocks, cache_dtype
 from ztk.inference.draft import DraftModel
 from ztk.inference.opening import Opening
-from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
 from ztk.inference.ranks import Ranks
 from ztk.inference.schedule import Scheduler

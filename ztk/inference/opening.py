@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import adapter_faults, calibration_faults
+from ztk.core.policies.inference import InferencePolicy, adapter_faults, calibration_faults
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.base import Model
@@ -37,7 +37,6 @@ from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.packed import Packed, pack
 from ztk.inference.parts import LayerFile
 from ztk.inference.placement import Placement, placement_of
-from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks
 from ztk.inference.rates import measure

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import device_faults
-from ztk.inference.policy import InferencePolicy
+from ztk.core.policies.inference import InferencePolicy, device_faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Policies of inference: running the engine, and sampling a sequence."""
+"""Sampling a sequence, and its results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,91 +6,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ztk.core.policies.inference import (
-    ALL_WEIGHTS,
-    CACHE_DTYPES,
-    LOGIT_BIAS,
-    ONLY_NVME,
-    InferenceConfig,
-    SamplingConfig,
-    calibration_faults,
-)
+from ztk.core.policies.inference import LOGIT_BIAS, SamplingConfig
 from ztk.core.policies.key import key_faults
-from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, refuse
-from ztk.core.policies.tier import Tier
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InferencePolicy:
-    """How sequences share the engine. Only `weights` and `cache_dtype` change a token: [Note: Exactness] in
-    ztk/kernels/shared/cached_attention.py.
-
-    max_sequences: sequences that are computed in one step; others wait. Defaults to 32, or with `offload` to the plan's number.
-    max_step_tokens: tokens of one step; a longer prompt is computed in several steps. Defaults to 512, or with `offload` to the plan's
-    number.
-    step_seconds: time limit of a step while answers are drawn; it processes fewer prompt tokens to keep it. Defaults to no limit.
-        The limit follows measured steps, so prompts are cut differently from run to run.
-    max_model_len: tokens of one sequence, prompt and answer. Defaults to the model's own limit.
-    lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
-        decoding); 0 disables it. A draft is accepted only if it is the token that would have been drawn.
-    draft_tokens: draft tokens per step of the generator's draft model, if the look-up finds nothing; 0 disables it.
-    weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. By kernels: stored (the dtype of the
-        module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see `ztk.kernels.shared`.
-    calibration: with int4, tokens of a text. Weights are chosen for small errors of each layer's outputs on it, see
-        [Note: Compensated errors] in ztk/kernels/shared/fitting.py, instead of small errors of the weights.
-    offload: layers that do not fit into memory are read from a packed folder in every pass, bypassing the page cache. Its key `parameters`
-        must be nvme; `nvme_path`, `block_bytes`, `threads` and `direct_io` also apply. Other models are first packed into
-        `nvme_path`, and the copy is deleted with the generator. By kernels, as on a GPU, layers stay in memory, and the blocks of
-        preempted sequences are written to a file there.
-    device: cpu or cuda. Defaults to the device of the module's parameters.
-    kernels: whether ztk's kernels compute products and draws. Defaults to a GPU and to weights in fp8. On a CPU that is slower, and shows
-        what a GPU computes.
-    cache_tokens: capacity of the cache in tokens of all sequences together, in blocks of 64. Blocks of the newest sequences move to main
-        memory when there are not enough, and others wait. Defaults to the number that fits into the free memory, or with `offload` to
-        the plan's number.
-    cache_dtype: keys and values, stored (the dtype of the computation) or fp8 (e4m3).
-    exact: by kernels, a sequence's bits do not depend on the rest of the batch; if False, products of up to eight rows are faster on a
-    GPU.
-    memory_bytes: with `offload`, memory for layers, caches and activations. Defaults to 80 % of the free memory.
-
-    Raises:
-        ValueError: a number is out of range, or an offload that does not apply.
-    """
-
-    max_sequences: int | None = None
-    max_step_tokens: int | None = None
-    step_seconds: float | None = None
-    max_model_len: int | None = None
-    lookup_tokens: int = 0
-    draft_tokens: int = 0
-    weights: str = "stored"
-    calibration: tuple[int, ...] = ()
-    offload: OffloadPolicy | None = None
-    memory_bytes: int | None = None
-    device: str | None = None
-    kernels: bool | None = None
-    cache_tokens: int | None = None
-    cache_dtype: str = "stored"
-    exact: bool = True
-
-    def __post_init__(self) -> None:
-        for name, known in (("weights", ALL_WEIGHTS), ("cache_dtype", CACHE_DTYPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"inference.{name}={getattr(self, name)}: must be {', '.join(known[:-1])} or {known[-1]}"
-                )
-        refuse(key_faults(self, keys=InferenceConfig, section="inference"))
-        if self.calibration:
-            for fault in calibration_faults(self.weights, adapters=None):
-                raise ValueError(fault)
-        if self.memory_bytes is not None and self.offload is None:
-            raise ValueError(
-                f"inference.memory_bytes={self.memory_bytes} has no effect where nothing is streamed: add offload=nvme, or leave it out"
-            )
-        if self.offload is not None and self.offload.parameters != Tier.nvme:
-            raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
-
 
 _OTHERS = {"vocabulary": COUNT, "min_tokens": COUNT_OR_ZERO}  # of fields that no key sets
 

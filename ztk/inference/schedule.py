@@ -2,8 +2,8 @@
 
 from collections import deque
 
+from ztk.core.policies.inference import InferencePolicy
 from ztk.inference.draft import DraftModel, common_length
-from ztk.inference.policy import InferencePolicy
 from ztk.inference.requests import Sequence, Work
 from ztk.inference.slots import Slots
 

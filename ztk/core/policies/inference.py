@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ztk.core.policies.key import Changes, When, key, tasks, written
+from ztk.core.policies.key import Changes, When, key, key_faults, section, tasks, written
+from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.policies.paths import Paths
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range, refuse
 from ztk.core.policies.runs import ANSWERING, infers, offloads, streams_layers
 from ztk.core.policies.tier import Tier
 
@@ -68,12 +69,11 @@ def _adapters(config: "Config") -> Iterator[str]:
     if not isinstance(chosen, Mapping) or not chosen or not all(isinstance(path, str) for path in chosen.values()):
         yield f"inference.adapters={written(chosen)}: must name a folder for each adapter; use inference.adapters={{NAME: FOLDER}}"
         return
-    yield from adapter_faults(chosen, cache_dtype=dtype and dtype.value, streams=streams_layers(config))
+    yield from adapter_faults(chosen, cache_dtype=dtype, streams=streams_layers(config))
 
 
 def _calibration(config: "Config") -> Iterator[str]:
-    weights = config.inference.weights
-    yield from calibration_faults(weights and weights.value, adapters=config.inference.adapters)
+    yield from calibration_faults(config.inference.weights, adapters=config.inference.adapters)
 
 
 def _held_out(config: "Config") -> Iterator[str]:
@@ -84,28 +84,38 @@ def _held_out(config: "Config") -> Iterator[str]:
         )
 
 
-@dataclass(kw_only=True)
-class InferenceConfig:
-    """The model that answers, and how sequences share it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferencePolicy:
+    """How sequences share the engine. Only `weights` and `cache_dtype` change a token: [Note: Exactness] in
+    ztk/kernels/shared/cached_attention.py.
+
+    step_seconds: the limit follows measured steps, so prompts are cut differently from run to run. There is none by default, so a
+        schedule depends on the requests alone; task=generate and serve set 0.5.
+    lookup_tokens: the last two tokens are looked up in the sequence itself (Saxena 2023, prompt lookup decoding). A draft is accepted only
+        if it is the token that would have been drawn.
+    draft_tokens: of the generator's draft model, if the look-up finds nothing. It needs one, so 0 is the default, and task=generate and
+        serve set 4.
+    weights: see [Note: Quantised weights] in ztk/inference/quantised.py. By kernels stored is the dtype of the module's parameters on a GPU,
+        and fp8 needs kernels, see `ztk.kernels.shared`.
+    calibration: with int4, tokens of a text. Weights are chosen for small errors of each layer's outputs on it, see
+        [Note: Compensated errors] in ztk/kernels/shared/fitting.py, instead of small errors of the weights.
+    offload: layers that do not fit into memory are read from a packed folder in every pass, bypassing the page cache. Its key `parameters`
+        must be nvme; `nvme_path`, `block_bytes`, `threads` and `direct_io` also apply. Other models are first packed into
+        `nvme_path`, and the copy is deleted with the generator. By kernels, as on a GPU, layers stay in memory, and the blocks of
+        preempted sequences are written to a file there.
+    device: cpu or cuda. Defaults to the device of the module's parameters.
+    kernels: whether ztk's kernels compute products and draws. Defaults to a GPU and to weights in fp8. On a CPU that is slower, and shows
+        what a GPU computes.
+    cache_tokens: in blocks of 64. Blocks of the newest sequences move to main memory when there are not enough. With `offload` the default
+        is the plan's number.
+
+    Raises:
+        ValueError: a number is out of range, or an offload that does not apply.
+    """
 
     acts: ClassVar = _INFERS
     changes: ClassVar = Changes.experiment
 
-    model: str | None = key(
-        "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; required with task=generate, serve and eval",
-        acts=_NAMED,
-        paths=Paths(
-            kind="run",
-            fix="name a run folder, a checkpoint, or a folder with the config.json and weights of a model of transformers",
-        ),
-    )
-    prompts: str | None = key(
-        'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, optionally with sampling keys of its own'
-        "; null: one prompt, a line break, and the answer is printed",
-        acts=_GENERATES,
-        optional=True,
-        paths=Paths(kind="file", fix='name a jsonl file whose lines are {"prompt": "text"}'),
-    )
     max_sequences: int | None = key(
         "sequences that are computed in one step; others wait; null: 32, with offload=nvme as many as its plan finds",
         range=COUNT,
@@ -118,7 +128,6 @@ class InferenceConfig:
     )
     step_seconds: float | None = key(
         "time limit of a step while answers are drawn: it processes fewer prompt tokens to keep it; null: no limit",
-        default=0.5,
         range=POSITIVE,
         acts=_IN_MEMORY,
         optional=True,
@@ -135,11 +144,82 @@ class InferenceConfig:
         acts=_PROMPTED,
         optional=True,
     )
-    lookup_tokens: int | None = key(
+    lookup_tokens: int = key(
         "draft tokens per step, found in the text itself; 0: none. They change no token",
         default=0,
         range=COUNT_OR_ZERO,
         acts=_PROMPTED,
+    )
+    draft_tokens: int = key(
+        "draft tokens per step of inference.draft_model; 0: none. They change no token",
+        default=0,
+        range=COUNT_OR_ZERO,
+        acts=_DRAFTS,
+    )
+    weights: str = key(
+        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
+        "int8; fp8: e4m3 with a scale per output; on a GPU also bf16",
+        default="stored",
+        line=WeightFormat,
+    )
+    cache_tokens: int | None = key(
+        "tokens of all sequences together that the cache holds; others wait; null: as many as fit into the free memory",
+        range=COUNT,
+        optional=True,
+    )
+    cache_dtype: str = key(
+        "keys and values: stored (the dtype of the computation) or fp8; null: stored",
+        default="stored",
+        optional=True,
+        line=CacheFormat,
+    )
+    exact: bool = key(
+        "on a GPU, a sequence's bits do not depend on its batch; false: products of up to 8 rows are faster on a GPU; "
+        "null: true",
+        default=True,
+        optional=True,
+    )
+    calibration: tuple[int, ...] = ()
+    offload: OffloadPolicy | None = None
+    device: str | None = None
+    kernels: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", ALL_WEIGHTS), ("cache_dtype", CACHE_DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"inference.{name}={getattr(self, name)}: must be {', '.join(known[:-1])} or {known[-1]}"
+                )
+        refuse(key_faults(self, section="inference"))
+        if self.calibration:
+            for fault in calibration_faults(self.weights, adapters=None):
+                raise ValueError(fault)
+        if self.memory_bytes is not None and self.offload is None:
+            raise ValueError(
+                f"inference.memory_bytes={self.memory_bytes} has no effect where nothing is streamed: add offload=nvme, or leave it out"
+            )
+        if self.offload is not None and self.offload.parameters != Tier.nvme:
+            raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
+
+
+@section
+class InferenceConfig(InferencePolicy):
+    """The model that answers, and how sequences share it."""
+
+    model: str | None = key(
+        "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; required with task=generate, serve and eval",
+        acts=_NAMED,
+        paths=Paths(
+            kind="run",
+            fix="name a run folder, a checkpoint, or a folder with the config.json and weights of a model of transformers",
+        ),
+    )
+    prompts: str | None = key(
+        'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, optionally with sampling keys of its own'
+        "; null: one prompt, a line break, and the answer is printed",
+        acts=_GENERATES,
+        optional=True,
+        paths=Paths(kind="file", fix='name a jsonl file whose lines are {"prompt": "text"}'),
     )
     adapters: Any = key(
         "LoRA adapters next to the model by name, as in {sql: FOLDER}: folders that peft has saved, or runs with lora=adapter. A request names "
@@ -155,35 +235,11 @@ class InferenceConfig:
         optional=True,
         paths=Paths(kind="folder", fix="name the folder of a smaller model with the same tokens, or leave it out"),
     )
-    draft_tokens: int | None = key(
-        "draft tokens per step of inference.draft_model. They change no token",
-        default=4,
-        range=COUNT_OR_ZERO,
-        acts=_DRAFTS,
-    )
-    weights: WeightFormat | None = key(
-        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
-        "int8; fp8: e4m3 with a scale per output; on a GPU also bf16"
-    )
     calibration: str | None = key(
         "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
         optional=True,
         paths=Paths(kind="file", fix="name a text, jsonl or parquet file, or leave it out"),
         contradicts=_calibration,
-    )
-    cache_tokens: int | None = key(
-        "tokens of all sequences together that the cache holds; others wait; null: as many as fit into the free memory",
-        range=COUNT,
-        optional=True,
-    )
-    cache_dtype: CacheFormat | None = key(
-        "keys and values: stored (the dtype of the computation) or fp8; null: stored",
-        optional=True,
-    )
-    exact: bool | None = key(
-        "on a GPU, a sequence's bits do not depend on its batch; false: products of up to 8 rows are faster on a GPU; "
-        "null: true",
-        optional=True,
     )
     ema: bool | None = key(
         "take the moving average of the weights, which a run with ema.decay keeps; null: false, the weights that trained",

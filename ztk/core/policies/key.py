@@ -124,7 +124,7 @@ def key(
     return field(default=default, metadata={"key": declared, "changes": changes, "chosen": chosen, "line": line})
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(declared: type[_Section]) -> type[_Section]:
     """Class decorator of a section of the command line: its fields are the keys of the policies that it inherits and its own.
 
@@ -158,12 +158,14 @@ def _on_line(entry: Field, *, section: type, hint: Any) -> tuple[Any, Field]:
     return (hint | None if acts or optional else hint), field(default=default, metadata=entry.metadata)
 
 
-def policy_of(policy: type[_Section], *, given: Any) -> _Section:
+def policy_of(policy: type[_Section], *, given: Any, others: Mapping[str, Any] | None = None) -> _Section:
     """Returns the policy with the values of a section. A None in the section is the policy's default. Enumerations become their words, and
-    lists tuples."""
-    names = {entry.name for entry in fields(policy)} & {entry.name for entry in fields(given)}
-    values = {name: getattr(given, name) for name in names}
-    return policy(**{name: _of_policy(value) for name, value in values.items() if value is not None})
+    lists tuples. others: values of fields by name, which replace the section's."""
+    names = {entry.name for entry in fields(given)}
+    values = {name: getattr(given, name) for name in declared_keys(policy) if name in names}
+    return policy(
+        **{name: _of_policy(value) for name, value in values.items() if value is not None} | dict(others or {})
+    )
 
 
 def _of_policy(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """Keys of `precision`: dtypes, master weights, loss scale."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ztk.core.policies.key import When, key
-from ztk.core.policies.ranges import COUNT, POSITIVE
+from ztk.core.policies.loss_scale import LossScaleConfig
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -36,20 +36,6 @@ class Float8Recipe(StrEnum):
 
 
 _BF16 = When("precision=bf16 or precision=fp8", lambda config, machine: config.precision.dtype == "bf16")
-_SCALED = When("precision=fp16", lambda config, machine: config.precision.dtype == "fp16")
-_ADAPTED = When(
-    "precision=fp16 with precision.loss_scale.dynamic=true",
-    lambda config, machine: config.precision.dtype == "fp16" and config.precision.loss_scale.dynamic is not False,
-)
-
-
-def _initial_faults(config: "Config") -> Iterator[str]:
-    scale = config.precision.loss_scale
-    if scale.dynamic and scale.initial and scale.floor and scale.initial < scale.floor:
-        yield (
-            f"precision.loss_scale.initial={scale.initial:g} lies below "
-            f"precision.loss_scale.floor={scale.floor:g}: use precision.loss_scale.floor={scale.initial:g}"
-        )
 
 
 def _float8_faults(config: "Config") -> Iterator[str]:
@@ -63,19 +49,6 @@ def _float8_faults(config: "Config") -> Iterator[str]:
             f"precision.float8={recipe} gathers weights in float8, and zero.quantized_weights=true as int8: leave zero.quantized_weights out, "
             "or use precision=bf16"
         )
-
-
-@dataclass(kw_only=True)
-class LossScaleConfig:
-    """How the loss is scaled in float16."""
-
-    dynamic: bool | None = key("adapt the scale to overflows; false: it stays at initial", acts=_SCALED)
-    initial: float | None = key("first scale", range=POSITIVE, acts=_SCALED, contradicts=_initial_faults)
-    window: int | None = key("steps without overflow before the scale doubles", range=COUNT, acts=_ADAPTED)
-    hysteresis: int | None = key(
-        "overflows in a row that are tolerated before the scale halves", range=COUNT, acts=_ADAPTED
-    )
-    floor: float | None = key("an overflow at this scale ends the run", range=POSITIVE, acts=_ADAPTED)
 
 
 @dataclass(kw_only=True)
@@ -99,4 +72,4 @@ class PrecisionConfig:
         optional=True,
         contradicts=_float8_faults,
     )
-    loss_scale: LossScaleConfig
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
