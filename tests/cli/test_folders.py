@@ -238,3 +238,20 @@ def test_a_requeued_job_finds_its_folder(tmp_path):
     # Another command of the same job has a folder of its own.
     other = run_command(*line, "train.seed=1", cwd=tmp_path, environment=job | {"SLURM_RESTART_COUNT": "1"})
     assert other.returncode == 0 and len(list(tmp_path.rglob("summary.json"))) == 2, other.stderr
+
+
+@pytest.mark.parametrize("place", [(), ("hydra.sweep.dir=points",)], ids=["dated", "named"])
+def test_a_requeued_sweep_goes_on_in_its_folder(place, tmp_path):
+    job = {"SLURM_JOB_ID": "4711"}
+    line = [word for word in LINE if not word.startswith("hydra.run.dir")]
+    words = ("-m", *line, "train.steps=2", "checkpoint.every=1", "train.seed=0,1", *place)
+    words = [word for word in words if word not in ("train.steps=4", "checkpoint.every=2")]
+    assert run_command(*words, cwd=tmp_path, environment=job).returncode == 0
+    first, second = sorted(path.parent for path in tmp_path.rglob("summary.json"))
+    shutil.rmtree(second / "checkpoints" / "step-000002")
+    (second / "summary.json").unlink()
+    done = (first / "summary.json").read_bytes()
+    again = run_command(*words, cwd=tmp_path, environment=job | {"SLURM_RESTART_COUNT": "1"})
+    assert again.returncode == 0 and "continues after step 1" in again.stdout, again.stdout + again.stderr
+    assert sorted(path.parent for path in tmp_path.rglob("summary.json")) == [first, second]
+    assert (first / "summary.json").read_bytes() == done

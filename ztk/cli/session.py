@@ -569,6 +569,8 @@ class Session:
     def _remember(self, config: Config) -> None:
         if not self._sweeping:
             remember_folder(config.output_dir, command=self._command)
+        elif self._sweep is not None:
+            remember_folder(str(self._sweep[0].absolute()), command=self._command)
 
     def _write_failed(self, config: Config, *, error: str, status: Status = Status.failed) -> None:
         """Calls `write_failed_summary`. Its own error, as on a full disk, is printed and hides nothing."""

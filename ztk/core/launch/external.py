@@ -89,18 +89,25 @@ def is_restart() -> bool:
 
 
 def restarted(arguments: list[str], *, command: str) -> list[str]:
-    """The command line with the run folder of its first start, if this is a restart that would make another folder.
+    """The command line with the folder of its first start, if this is a restart that would make another folder. A sweep continues there.
 
     command: the whole command line, which distinguishes the commands of one job.
     """
     if not is_restart() or _chooses_folder(arguments):
         return arguments
     folders = [note.read_text(encoding="utf-8") for note in _notes_of_folder(command) if note.is_file()]
-    return [*arguments, f"hydra.run.dir={quoted(folders[0])}"] if folders else arguments
+    if not folders:
+        return arguments
+    if _sweeps(arguments):
+        kept = [argument for argument in arguments if not argument.startswith("hydra.sweep.dir=")]
+        return [*kept, f"sweep.resume={quoted(folders[0])}"]
+    return [*arguments, f"hydra.run.dir={quoted(folders[0])}"]
 
 
 def remember_folder(folder: str, *, command: str) -> None:
-    """Stores the run folder for a restart of this command: by torchrun on one machine, by Slurm where the current folder is shared."""
+    """Stores the folder of a run or a sweep for a restart of this command: by torchrun on one machine, by Slurm where the current folder is
+    shared.
+    """
     for note in _notes_of_folder(command):
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +115,12 @@ def remember_folder(folder: str, *, command: str) -> None:
 
 
 def _chooses_folder(arguments: list[str]) -> bool:
-    return any(argument.startswith(("hydra.run.dir=", "-m", "--multirun", "sweep")) for argument in arguments)
+    chosen = ("sweep.resume=", "sweep.list=") if _sweeps(arguments) else ("hydra.run.dir=", "sweep")
+    return any(argument.startswith(chosen) for argument in arguments)
+
+
+def _sweeps(arguments: list[str]) -> bool:
+    return any(argument in ("-m", "--multirun") for argument in arguments)
 
 
 def _notes_of_folder(command: str) -> list[Path]:
