@@ -232,6 +232,17 @@ def test_the_margin_is_memory_minus_peak():
     assert replace(full, hardware=replace(HARDWARE, capacity_bytes=1_000_000 + peak)).fits
 
 
+def test_communicators_beyond_the_reserve_take_memory():
+    plan = replace(small_plan(hardware=HARDWARE), hardware=replace(HARDWARE, capacity_bytes=2_000_000_000))
+    cut = replace(plan, world_size=32, topology=ztk.Topology(tensor=2, pipeline=4, expert=2))
+    assert cut.connections.communicators == 8 and plan.connections.communicators == 1
+    assert plan.margin_bytes - cut.margin_bytes == 3 * 300_000_000
+    assert "after its reserve and 8 communicators" in str(cut) and "64 calls of new_group on every rank" in str(cut)
+    assert cut.as_dict()["start.new_groups"] == 64
+    on_cores = replace(cut, hardware=replace(cut.hardware, curves=CURVES))
+    assert on_cores.margin_bytes == plan.margin_bytes
+
+
 def test_the_ranks_of_a_node_share_its_main_memory():
     plan = small_plan(
         hardware=HARDWARE, zero=ztk.ZeroPolicy(stage=2), offload=ztk.OffloadPolicy(optimizer="cpu"), world_size=4

@@ -8,8 +8,12 @@ from typing import Any
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.utilization import utilization
 from ztk.core.runtime import Topology
+from ztk.core.runtime.mesh import Connections
 from ztk.planner.lanes import StepTime
 from ztk.planner.trace import RankTrace
+
+# Assumptions, not measured: device memory of one NCCL communicator, and the number of them in `Hardware.reserve_bytes`.
+COMMUNICATOR_BYTES, COVERED_COMMUNICATORS = 300_000_000, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +69,21 @@ class Plan:
     @property
     def margin_bytes(self) -> int | None:
         """Free memory of the fullest device at the peak, after its reserve. Negative if it does not fit, None without hardware."""
-        return None if self.hardware is None else self.hardware.usable_bytes - self.fullest.peak.nbytes
+        return None if self.hardware is None else self.usable_bytes - self.fullest.peak.nbytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a device for tensors: without its reserve, and without the communicators that the reserve does not cover. 0 without
+        hardware."""
+        if self.hardware is None:
+            return 0
+        more = 0 if self.hardware.curves is not None else max(0, self.connections.communicators - COVERED_COMMUNICATORS)
+        return self.hardware.usable_bytes - more * COMMUNICATOR_BYTES
+
+    @property
+    def connections(self) -> Connections:
+        """Process groups and communicators of the layout."""
+        return self.topology.connections(world_size=self.world_size)
 
     @property
     def node_ranks(self) -> int | None:
@@ -122,6 +140,8 @@ class Plan:
             "world_size": self.world_size,
             "parameters": self.parameters,
             "classes": len(self.classes),
+            "start.new_groups": self.connections.new_groups,
+            "start.communicators": self.connections.communicators,
             **{f"peak_memory.{tier}_bytes": nbytes for tier, nbytes in self.peak_bytes.items()},
             "peak.where": fullest.peak.where,
             "peak.activations_bytes": fullest.peak.activations,
@@ -180,6 +200,9 @@ class Plan:
         if fullest.disk_read or fullest.disk_write:
             yield "  disk, per step"
             yield from _rows({"read": fullest.disk_read, "written": fullest.disk_write})
+        if self.connections.new_groups:
+            new, communicators = self.connections.new_groups, self.connections.communicators
+            yield f"  at the start: {new:,} calls of new_group on every rank, {communicators} communicators on a GPU"
         yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
         if self.hardware is not None and self.time is not None:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
@@ -209,7 +232,9 @@ class Plan:
         """Whether it fits, in words; empty without hardware."""
         if self.hardware is None or self.margin_bytes is None:
             return ""
-        usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has after its reserve"
+        usable = f"the {size(self.usable_bytes)} that {self.hardware.name} has after its reserve"
+        if self.usable_bytes < self.hardware.usable_bytes:
+            usable += f" and {self.connections.communicators} communicators"
         if self.fits:
             return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak" + self._host_left
         lacking = [f"{size(-self.margin_bytes)} more than {usable}"] if self.margin_bytes < 0 else []

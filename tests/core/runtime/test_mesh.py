@@ -1,7 +1,10 @@
 """Who works with whom: arithmetic on ranks, then real groups."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from ztk.core.runtime import Process, Topology
 from ztk.core.runtime.part import Part
@@ -85,3 +88,34 @@ def test_collectives_reach_their_own_group_only(ranks):
         for axis, total in sums.items():
             group = next(group for group in topology.groups(axis, world_size=4) if rank in group)
             assert total == sum(1 << member for member in group), (rank, axis)
+
+
+def _created(process: Process, *, topologies: list[Topology]) -> list[tuple[int, int]]:
+    """Per topology the calls of new_group, and the different communicators of several ranks."""
+    found = []
+    for topology in topologies:
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as called:
+            mesh = process.arrange(topology).mesh
+        found.append((called.call_count, sum(comm.size > 1 for comm in mesh.comms)))
+        mesh.close()
+    return found
+
+
+def test_connections_are_counted_without_processes(ranks):
+    topologies = [
+        Topology(),
+        Topology(tensor=2),
+        Topology(tensor=2, pipeline=2),
+        Topology(expert=2),
+        Topology(expert=4),
+        Topology(context=2, tensor=2),
+        Topology(sequence=2, pipeline=2),
+        Topology(intra_node=2),
+        Topology(intra_node=4),
+    ]
+    counted = [topology.connections(world_size=4) for topology in topologies]
+    neighbours = [topology.pipeline - 1 for topology in topologies]
+    expected = [(of.new_groups, of.communicators - extra) for of, extra in zip(counted, neighbours, strict=True)]
+    assert ranks(4).run(_created, topologies=topologies) == [expected] * 4
+    assert Topology(pipeline=8).connections(world_size=8).communicators == 4  # world, pp, two neighbours
+    assert Topology().connections(world_size=1).communicators == 0

@@ -94,9 +94,44 @@ class Topology(Degrees):
             groups = rearrange(rearrange(ranks, _GROUPS["data"]), _DATA_GROUPS[axis], **degree)
         return [tuple(group) for group in groups.tolist()]
 
+    def sharing(self, axis: str, *, world_size: int) -> str | None:
+        """The axis whose communicators `axis` uses because it has the same groups: "data", or "world". None if it has its own."""
+        groups = self.groups(axis, world_size=world_size)
+        if axis == "data" and len(groups) == 1:
+            return "world"
+        of_data = axis in ("expert_data", "intra_node", "inter_node") and groups == self.groups(
+            "data", world_size=world_size
+        )
+        return "data" if of_data else None
+
+    def connections(self, *, world_size: int) -> "Connections":
+        """What `Process.arrange` creates for this topology."""
+        cut = [
+            groups
+            for axis in AXES
+            if self.sharing(axis, world_size=world_size) is None
+            and len((groups := self.groups(axis, world_size=world_size))[0]) > 1
+        ]
+        neighbours = min(self.pipeline - 1, 2)
+        return Connections(
+            new_groups=sum(len(groups) for groups in cut), communicators=(world_size > 1) + len(cut) + neighbours
+        )
+
     def replica(self, rank: int, *, world_size: int) -> int:
         """Which batch `rank` works on: its coordinate along dp."""
         return rank // (self.sequence_ranks * self.tensor) % self.replicas(world_size=world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connections:
+    """Connections of a topology at the start of a run.
+
+    new_groups: calls of `torch.distributed.new_group` on every rank, which makes them for the groups of other ranks, too. communicators: of
+    NCCL on one rank: the world's, one per cut axis, and one for the messages to each of at most two neighbours in a pipeline.
+    """
+
+    new_groups: int
+    communicators: int
 
 
 class Mesh:

@@ -77,17 +77,14 @@ class Process:
         topology.replicas(world_size=self.world_size)
         if topology == Topology():
             return replace(self, mesh=all_replicas(self.comm))
-        comms: dict[str, Comm] = {}
-        of_data = topology.groups("data", world_size=self.world_size)
+        comms: dict[str, Comm] = {"world": self.comm}
         for axis in AXES:
-            groups = topology.groups(axis, world_size=self.world_size)
-            if axis == "data" and len(groups) == 1:
-                comms[axis] = self.comm
-            elif axis in ("expert_data", "inter_node") and groups == of_data:  # that axis is not cut
-                comms[axis] = comms["data"]
+            shared = topology.sharing(axis, world_size=self.world_size)
+            if shared is None:
+                comms[axis] = self.connect(topology.groups(axis, world_size=self.world_size))
             else:
-                comms[axis] = self.connect(groups)
-        return replace(self, mesh=Mesh(topology, world=self.comm, comms=comms))
+                comms[axis] = comms[shared]
+        return replace(self, mesh=Mesh(topology, world=comms.pop("world"), comms=comms))
 
     def connect(self, groups: Sequence[Sequence[int]]) -> Comm:
         """This rank's `Comm` for a partition of the world into `groups`. A collective call: every rank makes it with the same groups."""
