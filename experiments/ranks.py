@@ -7,6 +7,7 @@ import torch
 
 from ztk import kernels
 from ztk.config import Config
+from ztk.core.policies.launch import start_seconds
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import derive_seed, seed_generators
 from ztk.experiments import policies
@@ -21,7 +22,11 @@ def started(config: Config) -> Iterator[Process]:
     Raises ValueError for a topology that does not fit the number of ranks.
     """
     kernels.set_backend(config.kernels.backend)
-    process = Process.start(device=config.launch.device, timeout_seconds=config.launch.timeout_seconds)
+    process = Process.start(
+        device=config.launch.device,
+        timeout_seconds=config.launch.timeout_seconds,
+        start_seconds=start_seconds(config.launch),
+    )
     arranged = process.arrange(policies.topology(config))
     seed_generators(config.train.seed, "rank", arranged.mesh.replica)
     yield arranged

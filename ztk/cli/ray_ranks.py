@@ -28,6 +28,7 @@ from ztk.core.launch import (
     worker_command,
 )
 from ztk.core.launch.errors import failure_of_exit
+from ztk.core.policies.launch import start_seconds
 
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0  # for the peers of a failed rank to write their errors
@@ -75,7 +76,7 @@ def run_on_ray(config: Config, *, on_signal: Callable[[], None]) -> None:
 
     Raises:
         RankError: a rank failed. It has the first cause.
-        TimeoutError: Ray has not the resources within `launch.timeout_seconds`.
+        TimeoutError: Ray has not the resources within `launch.start_seconds`.
         KeyboardInterrupt, SystemExit: after a signal, when the ranks have saved their step and ended.
     """
     import ray
@@ -127,9 +128,9 @@ def _actors(config: Config) -> Iterator[list[Any]]:
     each = {"CPU": launch.cpus_per_rank or 1} | ({"GPU": 1} if launch.device == "cuda" else {})
     group = placement_group([each] * (launch.ranks or 1), strategy="PACK")
     try:
-        if not group.wait(timeout_seconds=launch.timeout_seconds):
+        if not group.wait(timeout_seconds=start_seconds(launch)):
             raise TimeoutError(
-                f"launch=ray: Ray has not {launch.ranks} times {each} free within launch.timeout_seconds={launch.timeout_seconds:g}"
+                f"launch=ray: Ray has not {launch.ranks} times {each} free within launch.start_seconds={start_seconds(launch):g}"
             )
         options = {
             "num_cpus": each["CPU"],

@@ -63,7 +63,7 @@ from ztk.core.launch import (
 from ztk.core.launch.output import lasting_output
 from ztk.core.launch.signals import raise_noted
 from ztk.core.policies.ending import ENDING
-from ztk.core.policies.launch import Starter
+from ztk.core.policies.launch import Starter, start_seconds
 from ztk.core.policies.runs import AUTO
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.owner import FolderBusy, RunOwner, token_of
@@ -470,7 +470,7 @@ class Session:
         assert self._external is not None, "the machine's launcher started this process"
         self._has_met = True
         text = None if config is None else configuration.to_yaml(config)
-        seconds = _REFUSAL_SECONDS if config is None else config.launch.timeout_seconds
+        seconds = _REFUSAL_SECONDS if config is None else start_seconds(config.launch)
         return meet(
             "config",
             rank=self._external.rank,

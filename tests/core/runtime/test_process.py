@@ -151,10 +151,19 @@ def test_missing_ranks_are_named(agent_store, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     timeout = datetime.timedelta(seconds=1)
-    with pytest.raises(TimeoutError, match="2 of 3 ranks did not join within 1 s: 1, 2"):
+    with pytest.raises(TimeoutError, match="2 of 3 ranks did not join within 1 s: 1, 2; .* raise launch.start_seconds"):
         rendezvous.meet("config", rank=0, world=3, timeout=timeout)
     with pytest.raises(TimeoutError, match=f"rank 1 on .* got no answer from rank 0 at 127.0.0.1:{port} within 1 s"):
         rendezvous.meet("config", rank=1, world=3, timeout=timeout)
+
+
+def test_the_limit_of_a_start_is_not_the_limit_of_collectives(agent_store, monkeypatch):
+    port, _ = agent_store
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError, match="1 of 2 ranks did not join within 1 s"):
+        Process.start(device="cpu", timeout_seconds=600, start_seconds=1)
 
 
 def test_ranks_that_srun_started_meet_over_such_a_store(monkeypatch):

@@ -59,6 +59,10 @@ _STARTS = When(
     "python run.py; torchrun starts ranks again by itself, with --max-restarts",
     lambda config, machine: not machine.started_ranks,
 )
+_MEETS = When(
+    "torchrun, srun, launch=slurm and launch=ray; ranks that run.py starts have no such limit",
+    lambda config, machine: bool(machine.started_ranks) or config.launch.starter is not Starter.local,
+)
 _TRAINS = When("tasks that train, such as task=pretrain", lambda config, machine: trains(config))
 _ELASTIC = When(
     "launch.elastic=true", lambda config, machine: bool(config.launch.elastic) and not machine.started_ranks
@@ -112,7 +116,7 @@ def _gpus(config: "Config") -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """The ranks of a run. Under torchrun or srun they exist already, and only threads, timeout_seconds, device and slowest_every apply."""
+    """The ranks of a run. Under torchrun or srun they exist already, and only threads, time limits, device and slowest_every apply."""
 
     changes: ClassVar = Changes.nothing
 
@@ -130,6 +134,12 @@ class LaunchConfig:
         range=Range(low=1, high=4096),
     )
     timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=YEAR)
+    start_seconds: float | None = key(
+        "seconds in which all ranks must arrive at the start; null: launch.timeout_seconds",
+        range=YEAR,
+        optional=True,
+        acts=_MEETS,
+    )
     slowest_every: int | None = key(
         "rows of metrics.jsonl between lines that name the slowest of several ranks, its host and its phase; 0: no lines",
         default=100,
@@ -210,6 +220,11 @@ class LaunchConfig:
         acts=SLURM,
     )
     dry_run: bool | None = key("print the job and submit nothing, as does --dry-run", default=False, acts=SLURM)
+
+
+def start_seconds(launch: LaunchConfig) -> float:
+    """Seconds in which all ranks must arrive at the start."""
+    return launch.timeout_seconds if launch.start_seconds is None else launch.start_seconds
 
 
 def ranks_per_node(launch: LaunchConfig) -> int:

@@ -36,19 +36,24 @@ class Process:
     timeout_seconds: float
 
     @staticmethod
-    def start(*, device: str = "auto", timeout_seconds: float = 600.0) -> "Process":
+    def start(*, device: str = "auto", timeout_seconds: float = 600.0, start_seconds: float | None = None) -> "Process":
         """Reads the launcher's environment, joins the process group and connects the collectives.
 
         Environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (all absent: a world of one), and either `ZTK_STORE`
         (path of a file that all ranks of one machine can open; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
 
+        timeout_seconds: seconds that a collective may wait for a rank.
+        start_seconds: seconds in which all ranks must arrive here; `timeout_seconds` if None.
+
         Raises:
+            TimeoutError: a rank that another launcher started did not arrive.
             ValueError: variables are inconsistent, or the machine lacks the requested device.
         """
         rank, world, local_rank, local_world = _read_place()
         timeout, meeting = datetime.timedelta(seconds=timeout_seconds), None
         if not dist.is_initialized():
-            meeting = _meeting(rank=rank, world=world, timeout=timeout)
+            seconds = timeout_seconds if start_seconds is None else start_seconds
+            meeting = _meeting(rank=rank, world=world, timeout=datetime.timedelta(seconds=seconds))
         if meeting is not None:
             set_places(meeting.hosts, rank=rank)
             rank, world, local_rank, local_world = _read_place()

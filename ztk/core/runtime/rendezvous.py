@@ -155,7 +155,7 @@ def _answer(store: dist.Store, *, world: int, generation: str, timeout: datetime
             missing = [rank for rank in range(1, world) if not store.check([f"{generation}/rank/{rank}"])]
             raise TimeoutError(
                 f"{len(missing)} of {world} ranks did not join within {timeout.total_seconds():.0f} s: "
-                f"{', '.join(map(str, missing[:20]))}{', ...' if len(missing) > 20 else ''}; their logs show why"
+                f"{', '.join(map(str, missing[:20]))}{', ...' if len(missing) > 20 else ''}; their logs show why, or raise launch.start_seconds"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -168,7 +168,8 @@ def _read(store: dist.Store, *, key: str, rank: int, timeout: datetime.timedelta
     except dist.DistStoreError as error:
         raise TimeoutError(
             f"rank {rank} on {socket.gethostname()} got no answer from rank 0 at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within {timeout.total_seconds():.0f} s: rank 0 or one of the other ranks has not started"
+            f"{os.environ['MASTER_PORT']} within {timeout.total_seconds():.0f} s: rank 0 or one of the other ranks has not started; "
+            "its log shows why, or raise launch.start_seconds"
         ) from error
 
 
