@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts import results_page
+from scripts import compare_engines, results_page
 from scripts.results_page import latest
 
 CHECKOUT = Path(__file__).parents[2]
@@ -103,3 +103,15 @@ def test_quoted_speeds_are_the_measured_ones():
             assert any(name in row and f"{ratio} " in row.replace("|", " ") + " " for row in rows), (
                 f"{name} {dtype}: {ratio}"
             )
+
+
+def test_speeds_of_llama_cpp_have_its_memory_and_are_shown_by_its_defaults():
+    """Its default cache of keys and values is F16; with an fp32 cache it is several times slower."""
+    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    text = page.partition("compared with llama.cpp")[2].partition("\n### ")[0]
+    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("| llama.cpp/")]
+    assert rows and all(re.search(r"\(\d+ MB\)", cell) for _, *cells in rows for cell in cells)
+    assert any("fp32 cache" not in name for name, *_ in rows) or "By its default, F16" in text
+    kinds = compare_engines.FORMATS["llama.cpp"]
+    slow = [kind for kind in kinds if kind.endswith(compare_engines.FP32_CACHE)]
+    assert slow and all(kind.removesuffix(compare_engines.FP32_CACHE) in kinds for kind in slow)
