@@ -383,6 +383,7 @@ def test_parts_of_a_tokenizer_that_the_format_cannot_hold_are_refused(part, valu
     [
         ("qwen3", {"attention_bias": True}, (), "llama.cpp's qwen3 has no place for blk.0.attn_k.bias"),
         ("gemma", {"attention_bias": True}, (), "llama.cpp's gemma has no place for blk.0.attn_k.bias"),
+        ("gemma", {"tie_word_embeddings": False}, (), "llama.cpp's gemma .* has no place for output.weight"),
         ("llama", {"mlp_bias": True}, (), "llama.cpp's llama "),
         ("llama", {}, ("lm_head.bias",), "llama.cpp's llama has no place for output.bias"),
         ("llama", {"final_logit_softcapping": 30.0}, (), "final_logit_softcapping=30.0 is not written"),
@@ -390,9 +391,8 @@ def test_parts_of_a_tokenizer_that_the_format_cannot_hold_are_refused(part, valu
     ],
 )
 def test_parts_of_a_model_that_the_format_cannot_hold_are_refused(family, more, names, message, tmp_path):
-    build(family, **WIDE | {key: value for key, value in more.items() if key.endswith("bias")}).save_pretrained(
-        tmp_path / "own"
-    )
+    built = {key: value for key, value in more.items() if key.endswith(("bias", "embeddings"))}
+    build(family, **WIDE | built).save_pretrained(tmp_path / "own")
     config = tmp_path / "own" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | more))
     weights = load_file(tmp_path / "own" / "model.safetensors") | {name: torch.zeros(320) for name in names}

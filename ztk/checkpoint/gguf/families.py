@@ -51,6 +51,7 @@ _GRAPH_BIASES: dict[str, frozenset[str]] = {
     "qwen3": frozenset(),
     "gemma": frozenset(),
 }
+_TIED = {"gemma"}  # families of llama.cpp that have no head of their own
 # Keys of config.json that change the computation, and that no key of these families has -> values without effect.
 _NEUTRAL = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
@@ -121,12 +122,17 @@ def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
         )
 
 
-def check_biases(names: Iterable[str], *, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for biases that llama.cpp's graph of the family does not add, and for a part of the ones that it needs.
+def check_places(names: Iterable[str], *, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for biases and heads that llama.cpp's graph of the family does not use, and for a part of the biases that it needs.
 
     names: the names of the file's tensors.
     """
-    name = ARCHITECTURES[config["model_type"]]
+    name, names = ARCHITECTURES[config["model_type"]], set(names)
+    if name in _TIED and "output.weight" in names:
+        raise ValueError(
+            f"--format gguf: llama.cpp's {name} computes its head with token_embd.weight and has no place for output.weight, so it does not "
+            "load the file; leave --format out"
+        )
     biases = {one for one in names if one.endswith(".bias")}
     parts = _GRAPH_BIASES[name] if any(one.startswith("blk.") for one in biases) else ()
     expected = {f"blk.{layer}.{part}.bias" for layer in range(config["num_hidden_layers"]) for part in parts}

@@ -17,7 +17,7 @@ from ztk.checkpoint.architecture import merges, transformers_view
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import ExportReport, Weights, full_manifest, new_file, run_tokenizer
 from ztk.checkpoint.folder import resolve
-from ztk.checkpoint.gguf.families import as_gguf, check_biases, metadata_of, to_gguf
+from ztk.checkpoint.gguf.families import as_gguf, check_places, metadata_of, to_gguf
 from ztk.checkpoint.gguf.general import Value, add_general, read_general
 from ztk.checkpoint.gguf.reading import gguf_library
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer
@@ -189,7 +189,7 @@ def _places(model: _Model) -> dict[str, str]:
         if place is None:
             raise ValueError(f"--format gguf: {name} has no place in a GGUF file; leave --format out")
         found[place] = name
-    check_biases(found, config=model.config)
+    check_places(found, config=model.config)
     rows = len(model.full(found["token_embd.weight"]))
     if rows != model.config["vocab_size"]:
         raise ValueError(
