@@ -41,9 +41,8 @@ def files_of(paths: Sequence[str]) -> list[Path]:
         found = _of_folder(path) if path.is_dir() else [path] if path.is_file() else []
         found = found or [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
         if not found:
-            raise ValueError(
-                f"data.path={entry}: no such file, and no *.jsonl, json, parquet or arrow in it: name others"
-            )
+            fault = "no *.jsonl, json, parquet or arrow is in it" if path.is_dir() else "no such file or folder"
+            raise ValueError(f"data.path={entry}: {fault}: name another")
         files += found
     return files
 

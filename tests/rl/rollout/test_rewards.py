@@ -405,7 +405,8 @@ def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
     for name, said in (
         ("mine.score", "must be FILE.py:FUNCTION or MODULE:FUNCTION"),
         (f"{tmp_path}/other.py:score", "there is no file"),
-        (f"{file}:points", "has no function 'points'"),
+        (f"{file}:points", "has no function 'points'; name one that it has"),
+        (f"{file}:scores", "has no function 'scores'; did you mean score"),
         ("no_such_module:points", "ModuleNotFoundError while no_such_module was imported"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -6,6 +6,7 @@ Both may be `async def`: all calls are awaited together, on an event loop that l
 their connections.
 """
 
+import difflib
 import importlib
 import importlib.util
 import math
@@ -176,7 +177,10 @@ def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunct
         raise ValueError(f"{key}={name}: {type(error).__name__} while {source} was imported: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(f"{key}={name}: {source} has no {kind} {function!r}; name one that it has")
+        own = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        near = difflib.get_close_matches(function, own, n=1)
+        fix = f"did you mean {near[0]}?" if near else "name one that it has"
+        raise ValueError(f"{key}={name}: {source} has no {kind} {function!r}; {fix}")
     return found
 
 
