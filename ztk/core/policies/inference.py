@@ -93,7 +93,7 @@ class InferencePolicy:
         schedule depends on the requests alone; task=generate and serve set 0.5.
     lookup_tokens: the last two tokens are looked up in the sequence itself (Saxena 2023, prompt lookup decoding). A draft is accepted only
         if it is the token that would have been drawn.
-    draft_tokens: of the generator's draft model, if the look-up finds nothing. It needs one, so 0 is the default, and task=generate and
+    draft_tokens: guesses by the generator's draft model, if the look-up finds nothing. It needs one, so 0 is the default, and task=generate and
         serve set 4.
     weights: see [Note: Quantised weights] in ztk/inference/quantised.py. By kernels stored is the dtype of the module's parameters on a GPU,
         and fp8 needs kernels, see `ztk.kernels.shared`.
