@@ -1,6 +1,7 @@
 """Saving: the contents of the folder after successes and failures."""
 
 import errno
+import importlib
 import os
 import subprocess
 import time
@@ -11,7 +12,7 @@ import torch
 
 from tests.checkpoint.runs import Setup, reload, save_some, seed_all, train_steps
 from tests.zero.models import Layout, batches
-from ztk.checkpoint import Retention, SaveFailed, Saver, lock, tensorfile
+from ztk.checkpoint import Retention, SaveFailed, Saver, tensorfile
 
 SETUP = Setup(layout=Layout(stage=3))
 
@@ -73,7 +74,7 @@ def test_a_second_writer_of_a_folder_is_refused_and_removes_nothing(ranks, tmp_p
 
 
 def save_beside_another(process, *, folder: str) -> tuple[str, list[str], list[str]]:
-    lock.PATIENCE_SECONDS = 0.1
+    importlib.import_module("ztk.checkpoint.save").PATIENCE_SECONDS = 0.1
     engine = SETUP.engine(process)
     train_steps(engine, start=0, stop=1)
     with Saver(engine, folder=folder) as first:
