@@ -32,7 +32,16 @@ from ztk.experiments.ranks import started
 from ztk.experiments.rollouts import HeldOutAnswers
 from ztk.experiments.streams import share_of
 from ztk.rl.align import DistillPolicy, Sequences, distill_losses, last_answer
-from ztk.rl.rollout import Layout, Requests, Samples, answer_logit_loss, generate, logits_by_part, states_away
+from ztk.rl.rollout import (
+    Layout,
+    Requests,
+    Samples,
+    ServedRollouts,
+    answer_logit_loss,
+    generate,
+    logits_by_part,
+    states_away,
+)
 from ztk.train.engine import Engine
 
 
@@ -65,6 +74,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
         train_step=train_step,
         evaluate=lambda: evaluate_pairs(engine, stream=examples, forward=forward) | answers.measure(),
     )
+    stream.close()
     teacher.close()
     return after
 
@@ -160,6 +170,11 @@ class DistillStream:
         with nullcontext() if rollouts.copies_weights else states_away(self._engine):
             samples = generate(rollouts, **options)
         return answered(step, samples=samples, process=self._engine.process)
+
+    def close(self) -> None:
+        """Ends the threads of servers that draw."""
+        if self._student is not None and isinstance(self._student[0], ServedRollouts):
+            self._student[0].close()
 
     def state_dict(self) -> dict[str, object]:
         """Returns the position, the same on all ranks."""

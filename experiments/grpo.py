@@ -38,11 +38,12 @@ from ztk.experiments.rollouts import (
     next_samples,
     score_samples,
     settle_drawer,
+    staleness_of,
 )
 from ztk.parallel.pipeline import MicroBatch
 from ztk.report import Reporter, RunFolder
 from ztk.rl.align import group_advantages
-from ztk.rl.rollout import RolloutStopped
+from ztk.rl.rollout import RolloutStopped, ServedRollouts
 from ztk.train.loop import Loop
 
 
@@ -97,6 +98,8 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
         ends = {"reward_before": run.reward_before, "reward_after": after.reward}
         summary = reporter.finish(**run.metrics, **ends, **divergence)
         reporter.say(described(ends, divergence=divergence))
+        if isinstance(run.drawer, ServedRollouts):
+            reporter.say(run.drawer.fleet.describe())
     run.close()  # not after an error: ranks that have lost a member could wait forever
     return summary
 
@@ -149,7 +152,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: Texts, savers: Savers, fill
     with drawing(run):
         scored = score_samples(run, samples=next_samples(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
-    run.metrics = entropy | measure(run, scored=scored)
+    run.metrics = entropy | measure(run, scored=scored) | staleness_of(run)
     texts.report(run, step=step, samples=scored.samples, kl=scored.kl, reporter=reporter)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=run.config.rollout.max_tokens)
     if fault is not None:

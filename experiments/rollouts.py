@@ -78,16 +78,16 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
 def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Drawn]:
     """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call."""
     requests, policy = requests_of(run, first_prompt=first_prompt), policy_of(run, is_trained=first_prompt is None)
-    turns = ExitStack()
+    turns, drawn_at = ExitStack(), run.actor.global_steps
     given = {"policy": policy, "requests": requests}
     draws = turns.enter_context(run.drawer.turns(**given, step=run.rollouts))
 
     def draw_all() -> Drawn:
         with turns:
             if run.environments is None:
-                return Drawn(samples=draw_once(draws, **given))
+                return Drawn(samples=draw_once(draws, **given), step=drawn_at)
             prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
-            return played(run, draws=draws, prompts=prompts, **given)
+            return replace(played(run, draws=draws, prompts=prompts, **given), step=drawn_at)
 
     return draw_all
 
@@ -146,8 +146,8 @@ def draw_ahead(run: Run) -> None:
 
 
 def accepted(run: Run, *, drawn: Drawn) -> Samples:
-    """The samples, with rewards; `run.episodes` become theirs. Raises RewardError."""
-    run.episodes = drawn.episodes
+    """The samples, with rewards; `run.episodes` and `run.staleness` become theirs. Raises RewardError."""
+    run.episodes, run.staleness = drawn.episodes, run.actor.global_steps - drawn.step
     prompts = [run.prompts[int(number)] for number in drawn.samples.prompts]
     reward(run, samples=drawn.samples, prompts=prompts)
     return drawn.samples
@@ -334,6 +334,12 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
         "excluded": 1 - included.double().mean().item(),
         "equal_groups": equal.double().mean().item(),
     }
+
+
+def staleness_of(run: Run) -> dict[str, float]:
+    """Returns the metric of answers that are drawn ahead or by servers."""
+    is_shown = run.ahead is not None or run.config.rollout.servers
+    return {"rollout_staleness": float(run.staleness)} if is_shown else {}
 
 
 def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:

@@ -20,6 +20,7 @@ from tests.experiments.test_alignment import (
     record_of,
     written,
 )
+from tests.rl.rollout.test_served import served
 from ztk.config import Config, ConfigError, compose, save
 from ztk.core.runtime import Process
 from ztk.experiments import distill, policies
@@ -98,6 +99,18 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(ranks, teacher, tmp_p
 
 
 # Draws
+
+
+def test_a_student_is_drawn_by_servers(ranks, teacher, tmp_path):
+    words = ("distill.fraction=1", "train.steps=2")
+    config = student(*words, teacher=teacher, folder=tmp_path / "own")
+    ranks(2).run(play, configs=[config])
+    with served(config, folder=tmp_path) as urls:
+        other = student(*words, teacher=teacher, folder=tmp_path / "served")
+        other.rollout.servers, other.rollout.servers_wait = urls, 60.0
+        ranks(2).run(play, configs=[other])
+    assert losses_of(tmp_path / "served") == losses_of(tmp_path / "own")
+    assert not (tmp_path / "served" / "served_weights").exists()
 
 
 def drawn(process: Process, *, config: Config) -> tuple[Step, bool, float, float]:

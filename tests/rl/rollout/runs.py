@@ -65,7 +65,7 @@ def config_of(task: str, *overrides: str, folder: Path, ranks: int = 1, reward: 
 def rows_of(folder: Path) -> list[dict]:
     """The rows of a run's record, without times and counters."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time")
+    measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time", "slowest")
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]
 
 

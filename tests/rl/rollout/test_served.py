@@ -43,23 +43,26 @@ def served(config, *, folder, count=2, api_key=None):
         yield urls
 
 
-def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path):
-    config = config_of("grpo", *EXACT, folder=tmp_path / "own", ranks=2, zero__stage=3)
-    ranks(2).run(play, config=config)
+@pytest.mark.parametrize(
+    ("task", "words", "count", "stage"), [("grpo", EXACT, 2, 3), ("ppo", ("rollout.ahead=1",), 1, 0)]
+)
+def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, words, count, stage):
+    config = config_of(task, *words, folder=tmp_path / "own", ranks=count, zero__stage=stage)
+    ranks(count).run(play, config=config)
     with served(config, folder=tmp_path) as urls:
-        other = config_of(
-            "grpo",
-            *EXACT,
-            folder=tmp_path / "served",
-            ranks=2,
-            zero__stage=3,
-            rollout__servers=urls,
-            rollout__servers_wait=60.0,
-        )
-        ranks(2).run(play, config=other)
-    assert rows_of(tmp_path / "served") == rows_of(tmp_path / "own")
-    assert all(row["rollout_differing"] == 0 for row in rows_of(tmp_path / "served") if "rollout_differing" in row)
+        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
+        other = config_of(task, *words, folder=tmp_path / "served", ranks=count, zero__stage=stage, **where)
+        ranks(count).run(play, config=other)
+    rows, ahead = rows_of(tmp_path / "served"), "rollout.ahead=1" in words
+    staleness = [row.pop("rollout_staleness") for row in rows]
+    assert staleness == ([0, 0, 2, 2] if ahead else [0] * 4)  # two optimizer steps per rollout
+    assert rows == [without(row, "rollout_staleness") for row in rows_of(tmp_path / "own")]
+    assert all(("rollout_k3" in row) == ahead and (ahead or row["rollout_differing"] == 0) for row in rows)
     assert not (tmp_path / "served" / "served_weights").exists()
+
+
+def without(row, name):
+    return {own: value for own, value in row.items() if own != name}
 
 
 class Stub(ThreadingHTTPServer):

@@ -12,10 +12,11 @@ from ztk.rl.rollout.environments import Episode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Samples of a rollout, without rewards. episodes: one per sample, with an environment."""
+    """Samples of a rollout, without rewards. episodes: one per sample, with an environment. step: the policy's step of the weights."""
 
     samples: Samples
     episodes: Sequence[Episode] = ()
+    step: int = 0
 
 
 class Ahead:
@@ -83,6 +84,7 @@ class Ahead:
         return {
             "samples": held.state_dict(gather=gather),
             "episodes": gather([episode.to_json() for episode in drawn.episodes]),
+            "step": drawn.step,
         }
 
     def load_state_dict(
@@ -97,4 +99,5 @@ class Ahead:
         assert held.samples is not None, "it is not used up"
         episodes = {one["number"]: Episode.from_json(one) for part in state["episodes"] for one in part}
         numbers = held.samples.numbers.tolist() if episodes else []
-        self._drawn = Drawn(samples=held.samples, episodes=[episodes[number] for number in numbers])
+        drawn = {"samples": held.samples, "episodes": [episodes[number] for number in numbers]}
+        self._drawn = Drawn(**drawn, step=state.get("step", 0))  # older checkpoints have none

@@ -41,13 +41,21 @@ class ServerFault(ValueError):
 
 @dataclass(kw_only=True, eq=False)
 class _Server:
-    """version: name of its weights, or None if it is unknown or the server is gone. rows: under way. error: the last one."""
+    """version: name of its weights, or None if it is unknown or the server is gone. rows: under way. error: the last one.
+
+    answers, tokens: numbers of those that counted. seconds: sum over their requests. failures: requests without an answer.
+    """
 
     url: str
     version: str | None = None
     rows: int = 0
     error: str = "it has not answered yet"
     sent_bytes: int = 0
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    requests: int = 0
+    failures: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,6 +124,17 @@ class Fleet:
     def sent_bytes(self) -> int:
         """Bytes of weights that were sent so far, over all servers."""
         return sum(server.sent_bytes for server in self._servers)
+
+    def describe(self) -> str:
+        """A line per server about the requests of this rank: a slow one has more seconds per request."""
+        lines = []
+        for one in self._servers:
+            each = one.seconds / max(1, one.requests)
+            sent = f", {one.sent_bytes / 2**20:.1f} MiB of weights" if self._sends else ""
+            lines.append(
+                f"{one.url}: {one.answers} answers, {one.tokens} tokens, {each:.3f} s per request, {one.failures} failed{sent}"
+            )
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Ends the threads of the servers. Idempotent."""
@@ -207,6 +226,7 @@ class Fleet:
         """Ends a request whose answer is not needed. Its server may not answer any more, so its keeper looks."""
         self._drop(asked)
         asked.server.version, asked.server.error = None, "it was slower than another server"
+        asked.server.failures += 1
         with suppress(OSError, AttributeError):
             asked.connection.sock.shutdown(socket.SHUT_RDWR)
         self._changed.notify_all()
@@ -233,7 +253,11 @@ class Fleet:
             is_needed = asked in part.asked
             self._drop(asked)
             if is_needed and error is None and part.found is None:
-                part.found, self._slowest = found, max(self._slowest, time.monotonic() - asked.began)
+                seconds, server = time.monotonic() - asked.began, asked.server
+                part.found, self._slowest = found, max(self._slowest, seconds)
+                server.requests, server.seconds = server.requests + 1, server.seconds + seconds
+                server.answers += len(found)
+                server.tokens += sum(len(one.tokens) for one in found)
                 for other in list(part.asked):
                     self._hang_up(other)
             elif is_needed and error is not None:
@@ -242,6 +266,7 @@ class Fleet:
 
     def _fail(self, asked: _Asked, *, error: Exception) -> None:
         server, part = asked.server, asked.part
+        server.failures += 1
         if isinstance(error, ServerFault):
             self._fault = error
         if isinstance(error, _Failed):
