@@ -38,6 +38,8 @@ def main(config: Config) -> None:
     key = _key(config.serve.api_key_variable)
     _check_tls(config.serve)
     listening = bind(config.serve.host, port=config.serve.port) if os.environ.get("RANK", "0") == "0" else None
+    if listening is not None:
+        print(f"opening {config.inference.model}; the next line has the address", flush=True)
     with answering(config) as leading:
         if leading is not None:
             assert listening is not None, "rank 0 leads"

@@ -81,9 +81,11 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     batch, size = config.train.global_batch_size, config.train.micro_batch_size
     if size > 0 and batch is not None and batch % (unit := step_unit(config, machine=machine)):
         drawn = "a rollout" if draws(config) else "draws"
-        other = "" if draws(config) else ", or distill.fraction=0 without distill.seq_kd"
+        ranks = unit // size
+        other = f", or train.micro_batch_size={batch // ranks}" if 0 < batch < unit and batch % ranks == 0 else ""
+        other += "" if draws(config) else ", or distill.fraction=0 without distill.seq_kd"
         yield (
-            f"train.global_batch_size={batch} is no multiple of {unit} ({unit // size} ranks x train.micro_batch_size={size}), and all "
+            f"train.global_batch_size={batch} is no multiple of {unit} ({ranks} ranks x train.micro_batch_size={size}), and all "
             f"micro-batches of {drawn} have one shape: use train.global_batch_size={-(-batch // unit) * unit}{other}"
         )
 

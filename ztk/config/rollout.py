@@ -225,7 +225,8 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         step = math.lcm(batch, rollout.group_size)  # multiple of samples that satisfies both
         yield (
             f"rollout.prompts={rollout.prompts} x rollout.group_size={rollout.group_size} = {samples} samples are no multiple of "
-            f"{batch}, the samples of an optimizer step: use rollout.prompts={-(-samples // step) * step // rollout.group_size}"
+            f"{batch}, the samples of an optimizer step: use rollout.prompts={-(-samples // step) * step // rollout.group_size}, "
+            f"or a train.global_batch_size that divides {samples}"
         )
     if rollout.group_size < 2 and config.advantage.baseline in (BaselineName.mean, BaselineName.leave_one_out):
         yield (

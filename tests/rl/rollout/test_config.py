@@ -114,3 +114,10 @@ def test_layouts_that_a_reward_model_does_not_have(tmp_path):
     assert "the value layer of the model of reward.path has one output" in said
     (tmp_path / "config.json").write_text("{}")
     assert "from transformers and has neither stages nor parts" in faults(*cut, "topology.pipeline=2")
+
+
+def test_a_smaller_step_has_both_ways_in_its_fault():
+    words = ("task=grpo", "rollout.prompts=2", "rollout.group_size=2")
+    assert "use rollout.prompts=64, or a train.global_batch_size that divides 4" in faults(*words)
+    found = faults(*words, "train.global_batch_size=4")
+    assert "use train.global_batch_size=64, or train.micro_batch_size=2" in found
