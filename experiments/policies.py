@@ -17,6 +17,7 @@ from ztk.config.keys import read, write
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.key import policy_of
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.policies.offload import OffloadConfig
 from ztk.core.policies.peers import Peer
 from ztk.core.policies.precision import DType, PrecisionConfig
@@ -30,7 +31,6 @@ from ztk.core.runtime import Topology
 from ztk.experiments.user_objects import has_torch_scheduler, own_learning_rates, own_optimizer, planned_optimizer
 from ztk.kernels import Ceilings
 from ztk.nn import DecoderConfig
-from ztk.nn.lora import LoraPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
 from ztk.parallel.pipeline import PipelinePolicy
 from ztk.parallel.recompute import RecomputePolicy
@@ -59,9 +59,7 @@ def lora_policy(config: Config) -> LoraPolicy | None:
     """Returns None if the model itself trains."""
     if config.lora.rank == 0:
         return None
-    values = _given(config.lora)
-    targets = values["targets"]
-    return LoraPolicy(**values | {"targets": (targets,) if isinstance(targets, str) else tuple(targets)})
+    return policy_of(LoraPolicy, given=config.lora)
 
 
 def optimizer_policy(config: Config) -> OptimizerPolicy:

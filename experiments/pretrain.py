@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.config import Config, check_resumed, is_own, to_yaml
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.policies.runs import AUTO
 from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
@@ -30,7 +31,7 @@ from ztk.experiments.user_objects import add_loss, own_callbacks, own_logits, ow
 from ztk.experiments.work import step_work
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_tokens
-from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
+from ztk.nn.lora import adapter_values, add_adapters
 from ztk.parallel.apply import parallelize
 from ztk.parallel.pipeline import MicroBatch, PipelineModule
 from ztk.report import Gauges, Reporter, RunFolder

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.parallel.topology.families import LENGTH, VOCABULARY, make
 from ztk import checkpoint
 from ztk.checkpoint.export import export_safetensors
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.runtime import Process, Tier, Topology
 from ztk.core.runtime.seed import generator
 from ztk.hf.causal import open_causal
-from ztk.nn.lora import LoraPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.apply import parallelize
 from ztk.parallel.pipeline import MicroBatch, PipelinePolicy

@@ -15,11 +15,12 @@ from ztk.checkpoint import resolve
 from ztk.checkpoint.export import Weights, export_adapter
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import Config, ConfigError, Machine, compose, save
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.runtime import Process
 from ztk.experiments import dpo as dpo_program
 from ztk.experiments.models import full_values
 from ztk.hf.causal import open_causal
-from ztk.nn.lora import LoraPolicy, adapters_off
+from ztk.nn.lora import adapters_off
 from ztk.serve.models import open_model
 
 CPU = Machine(gpus=0, cores=2)

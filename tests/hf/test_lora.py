@@ -10,9 +10,9 @@ from tests.hf.test_causal import PIPELINE2, RELATIVE, TENSOR2, Strategy, plain, 
 from tests.parallel.topology.families import make
 from ztk import checkpoint
 from ztk.checkpoint.export import export_adapter
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.runtime import Process
 from ztk.hf.causal import open_causal
-from ztk.nn.lora import LoraPolicy
 
 LORA = LoraPolicy(rank=4, alpha=8.0, targets=("all-linear",))
 FEW = {"Llama": ("q_proj", "down_proj"), "GPT2": ("c_attn", "c_proj"), "OPT": ("k_proj", "fc1", "fc2")}

@@ -18,9 +18,9 @@ from tests.hf.test_dpo import config_of as config_of_pairs
 from tests.rl.rollout.runs import play, rows_of
 from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.config import ConfigError
+from ztk.core.policies.model import LoraPolicy
 from ztk.experiments.prompts import PAD
 from ztk.hf.scoring import open_scoring
-from ztk.nn.lora import LoraPolicy
 from ztk.rl.rollout import Samples
 
 CLIP = 0.2

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.model import LoraPolicy
 from ztk.nn.deferred import DeferredGradients, finish
 from ztk.nn.linear import Linear
-from ztk.nn.lora import LoraPolicy, adapters_off, add_adapters
+from ztk.nn.lora import adapters_off, add_adapters
 
 
 class Model(nn.Module):

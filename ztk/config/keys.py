@@ -41,7 +41,7 @@ def no_values() -> dict[str, Any]:
     """Returns None for every key that may be None, nested as a configuration. A key missing from a record had no effect."""
     found: dict[str, Any] = {}
     for name, key in run_keys().items():
-        if type(None) in typing.get_args(key.hint):
+        if key.hint is Any or type(None) in typing.get_args(key.hint):
             *sections, last = name.split(".")
             owner = found
             for section in sections:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.documents import arguments_of, keeps_apart, known_documents
 from ztk.hf.kernels import inject_kernels
@@ -26,7 +27,7 @@ from ztk.hf.sequences import divisible, own_places
 from ztk.hf.stages import CausalLayers, causal_loss
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.nn import Documents
-from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
+from ztk.nn.lora import adapter_values, add_adapters
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.policies.records import weight_files
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import parameters_on_meta, read_config, trainable, transformers_module
 from ztk.hf.documents import arguments_of, known_documents
 from ztk.nn import Documents
-from ztk.nn.lora import LoraPolicy
 
 HEAD = "score"  # the name in transformers' ...ForSequenceClassification of decoders
 _WEIGHT = f"{HEAD}.weight"

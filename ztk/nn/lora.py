@@ -15,27 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ztk.core.policies.model import LoraPolicy
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator
 
 ALL = "all-linear"
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraPolicy:
-    """rank: rank of the product B A. alpha: its scale is alpha / rank. targets: suffixes of names of linear layers; ("all-linear",) selects all
-    linear layers in lists of layers. dropout: probability that an input of the adapter becomes zero."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    dropout: float = 0.0
-
-    @property
-    def scale(self) -> float:
-        """The factor on the product B A."""
-        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

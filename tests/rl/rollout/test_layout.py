@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.rl.rollout.runs import Batches
+from ztk.core.policies.model import LoraPolicy
 from ztk.inference import Generator, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
-from ztk.nn.lora import LoraPolicy, add_adapters
+from ztk.nn.lora import add_adapters
 from ztk.nn.self_attention import CausalAttention
 from ztk.rl.rollout import EngineAttention, Requests, RolloutPolicy, answer_logits, lay_out, pack_exactly
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from ztk.core.policies.key import When, key, tasks
+from ztk.core.policies.key import When, key, key_faults, section, tasks
 from ztk.core.policies.paths import Paths
-from ztk.core.policies.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range
+from ztk.core.policies.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, refuse
 
 
 class DpoLossName(StrEnum):
@@ -107,25 +107,41 @@ class DpoConfig:
     )
 
 
-@dataclass(kw_only=True)
-class DistillConfig:
-    """Knowledge distillation: a student learns the next-token distributions of a teacher."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillPolicy:
+    """The loss between student and teacher.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
 
     acts: ClassVar = tasks("distill")
+
+    beta: float = key(
+        "0: the forward divergence KL(teacher, student); 1: the reverse one; between them the generalised Jensen-Shannon divergence",
+        default=0.5,
+        range=FRACTION,
+    )
+    temperature: float = key(
+        "divides the logits of student and teacher in the loss; draws have rollout.temperature",
+        default=1.0,
+        range=POSITIVE,
+    )
+
+    def __post_init__(self) -> None:
+        refuse(key_faults(self, section="distill"))
+
+
+@section
+class DistillConfig(DistillPolicy):
+    """Knowledge distillation: a student learns the next-token distributions of a teacher."""
 
     teacher: str | None = key(
         "run folder, checkpoint, or folder of a model of transformers with the student's vocabulary",
         optional=True,
         paths=Paths(kind="run", fix="name a run folder with checkpoints, or a model of transformers"),
     )
-    beta: float | None = key(
-        "0: the forward divergence KL(teacher, student); 1: the reverse one; between them the generalised Jensen-Shannon divergence",
-        range=FRACTION,
-    )
     fraction: float | None = key(
         "part of the steps that take the student's own draws in place of the data's answers", range=FRACTION
-    )
-    temperature: float | None = key(
-        "divides the logits of student and teacher in the loss; draws have rollout.temperature", range=POSITIVE
     )
     seq_kd: bool | None = key("the other steps take draws of the teacher in place of the data's answers")

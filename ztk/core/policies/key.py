@@ -155,7 +155,8 @@ def _on_line(entry: Field, *, section: type, hint: Any) -> tuple[Any, Field]:
     acts, optional = (getattr(declared, name) or getattr(section, name, None) for name in ("acts", "optional"))
     hint = entry.metadata["line"] or hint
     default = MISSING if entry.metadata["chosen"] else None if optional else entry.default
-    return (hint | None if acts or optional else hint), field(default=default, metadata=entry.metadata)
+    is_open = (acts or optional) and hint is not Any  # Any accepts None
+    return (hint | None if is_open else hint), field(default=default, metadata=entry.metadata)
 
 
 def policy_of(policy: type[_Section], *, given: Any, others: Mapping[str, Any] | None = None) -> _Section:

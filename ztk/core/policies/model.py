@@ -4,9 +4,9 @@ from dataclasses import MISSING, dataclass
 from enum import StrEnum
 from typing import Any
 
-from ztk.core.policies.key import Changes, When, key
+from ztk.core.policies.key import Changes, When, key, key_faults, section
 from ztk.core.policies.paths import Paths
-from ztk.core.policies.ranges import BELOW_ONE, COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, Range
+from ztk.core.policies.ranges import BELOW_ONE, COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, Range, refuse
 from ztk.core.policies.runs import is_hugging_face
 
 
@@ -83,11 +83,40 @@ class ModelConfig:
     )
 
 
-@dataclass(kw_only=True)
-class LoraConfig:
-    """Low-rank adapters: the model is frozen, and small products added to its linear layers are trained."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraPolicy:
+    """Low-rank adapters. targets: suffixes of names of linear layers; ("all-linear",) selects all linear layers in lists of layers.
 
-    rank: int = key("rank of an adapter; 0: the model itself trains", default=MISSING, range=Range(low=0, high=65_536))
-    alpha: float | None = key("an adapter's output is multiplied by alpha / rank", range=POSITIVE, acts=_ADAPTERS)
-    targets: Any = key("all-linear, or ends of names of linear layers, as in [q_proj,v_proj]", acts=_ADAPTERS)
-    dropout: float | None = key("dropout of an adapter's inputs, a probability", range=BELOW_ONE, acts=_ADAPTERS)
+    Raises ValueError for a number out of range.
+    """
+
+    rank: int = key(
+        "rank of an adapter; 0: the model itself trains", default=8, range=Range(low=0, high=65_536), chosen=True
+    )
+    alpha: float = key(
+        "an adapter's output is multiplied by alpha / rank", default=16.0, range=POSITIVE, acts=_ADAPTERS
+    )
+    targets: tuple[str, ...] = key(
+        "all-linear, or ends of names of linear layers, as in [q_proj,v_proj]",
+        default="all-linear",
+        acts=_ADAPTERS,
+        line=Any,
+    )
+    dropout: float = key("dropout of an adapter's inputs, a probability", default=0.0, range=BELOW_ONE, acts=_ADAPTERS)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", (self.targets,))
+        if self.rank == 0:
+            raise ValueError("lora.rank=0: must be 1 or more; without adapters, leave the policy out")
+        refuse(key_faults(self, section="lora"))
+
+    @property
+    def scale(self) -> float:
+        """The factor on the product B A."""
+        return self.alpha / self.rank
+
+
+@section
+class LoraConfig(LoraPolicy):
+    """Low-rank adapters: the model is frozen, and small products added to its linear layers are trained."""

@@ -2,6 +2,7 @@
 sequences, and their data records.
 """
 
+from ztk.core.policies.align import DistillPolicy
 from ztk.rl.align.advantages import (
     Mismatch,
     equal_groups,
@@ -10,7 +11,7 @@ from ztk.rl.align.advantages import (
     importance_weights,
     mismatch_sums,
 )
-from ztk.rl.align.distillation import DistillPolicy, distill_losses
+from ztk.rl.align.distillation import distill_losses
 from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
 from ztk.rl.align.preferences import (
     WITHOUT_REFERENCE,

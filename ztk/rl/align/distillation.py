@@ -3,30 +3,11 @@
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DistillPolicy:
-    """beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one, values in between the generalised Jensen-Shannon
-    divergence.
-    temperature: divides the logits of both.
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    beta: float = 0.5
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"distill.beta={self.beta}: must be 0 to 1")
-        if not self.temperature > 0:
-            raise ValueError(f"distill.temperature={self.temperature}: must be above 0")
+from ztk.core.policies.align import DistillPolicy
 
 
 def distill_losses(student: Tensor, *, teacher: Tensor, policy: DistillPolicy) -> Tensor:
