@@ -40,7 +40,7 @@ def test_defaults_come_from_the_option_files():
         "leave_one_out with algorithm=rloo"
     )
     assert defaults["zero.stage"] == "0; 1 with stage1; 2 with stage2; 3 with stage3"
-    assert defaults["offload.threads"] == "4 with nvme"
+    assert defaults["offload.threads"] == "4"
     assert defaults["logger.every"] == "as train.log_every"
     assert defaults["offload.pin_memory"] == "null"  # no option sets it
 
@@ -60,7 +60,7 @@ def test_one_key_is_shown_alone():
     text = words(requested_help(["-h", "offload.buffer_bytes"]))
     assert text.startswith("offload.buffer_bytes bytes of one buffer")
     assert "takes a whole number, a multiple of 4096, or null" in text
-    assert text.endswith("with nvme only with offload=nvme in a run that trains")
+    assert text.endswith("default 33554432 only with offload=nvme in a run that trains")
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,9 @@ def test_restarts_are_known_by_the_count_or_by_the_note_of_an_agent(monkeypatch,
     remember_folder("outputs/first", command="run.py a")
     assert is_restart()
     assert restarted(["a"], command="run.py a") == ["a", "hydra.run.dir='outputs/first'"]
-    for own in ("hydra.run.dir=x", "-m"):
-        assert restarted([own], command="run.py a") == [own]
+    assert restarted(["-m", "a"], command="run.py a") == ["-m", "a", "sweep.resume='outputs/first'"]
+    for own in (["hydra.run.dir=x"], ["-m", "sweep.resume=x"]):
+        assert restarted(own, command="run.py a") == own
 
 
 def test_lists_of_slurm():
