@@ -87,7 +87,7 @@ def losses_of(folder: Path) -> list[float]:
 def record_of(folder: Path) -> list[dict]:
     """All rows without times and counters."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time")
+    measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time", "slowest_")
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]
 
 

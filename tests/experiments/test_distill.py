@@ -207,7 +207,7 @@ def test_rows_count_the_trained_tokens(ranks, teacher, tmp_path):
         ),
         (
             ("distill.teacher={teacher}", "train.global_batch_size=6"),
-            "use train.global_batch_size=8, or distill.fraction=0",
+            "use train.global_batch_size=8, or train.micro_batch_size=3, or distill.fraction=0",
         ),
         (("distill.teacher={teacher}", "rollout.max_tokens=20"), "use data.seq_len=26"),
         (("distill.teacher={teacher}", "topology=tp2"), "topology.tensor=2: task=distill reads the model's output"),

@@ -45,7 +45,10 @@ def null_inactive_keys(config: Config, *, machine: Machine) -> None:
 
 
 def null_unused_defaults(config: Config, *, machine: Machine) -> None:
-    """Sets ineffective keys to None unless the user set them, so that no rule checks an unused default."""
+    """Sets ineffective keys to None that have their default, so that no rule checks an unused default. Values that the user or an option
+    set, as weights=int8 does, stay and are checked.
+    """
     for name, key in run_keys().items():
-        if name not in config.given and key.default is not None and key.acts and not key.acts.test(config, machine):
+        is_default = name not in config.given and key.default is not None and read(config, key=name) == key.default
+        if is_default and key.acts and not key.acts.test(config, machine):
             write(config, key=name, value=None)

@@ -235,10 +235,10 @@ class Comm:
 
         return self._submit(f"ring {label}", source, run)
 
-    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
-        """`tensor` of rank `source` reaches every rank."""
+    def broadcast(self, tensor: Tensor, *, source: int, label: str, kind: str = "broadcast") -> Work:
+        """`tensor` of rank `source` reaches every rank. kind: counter."""
         assert tensor.is_contiguous()
-        self.counters.count("broadcast", numel=tensor.numel(), itemsize=tensor.itemsize)
+        self.counters.count(kind, numel=tensor.numel(), itemsize=tensor.itemsize)
         flat = tensor.view(-1)
         return self._submit(f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name))
 
@@ -306,7 +306,7 @@ class Comm:
     def _broadcast_bytes(self, data: bytes, *, size: int, label: str) -> bytes:
         """`size` bytes, of which rank 0 has the first ones."""
         memory = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
-        self.broadcast(memory, source=0, label=label).wait()
+        self.broadcast(memory, source=0, label=label, kind="scalars").wait()
         return ctypes.string_at(memory.cpu().data_ptr(), size)
 
     def collect_objects(self, obj: object, *, label: str) -> list | None:
