@@ -105,7 +105,7 @@ def identity(process: Process, *, precision: str) -> dict:
             stream = batches(config, micro_batch=micro_batch, seq_len=seq_len, device=process.device, rank=process.rank)
             losses[layout] = torch.stack([train_step(engine, *next(stream)) for _ in range(steps)]).cpu()
             bits = hashlib.sha256(losses[layout].numpy().tobytes())
-            for _, parameter in sorted(engine.zero.full_parameters()):
+            for _, parameter in sorted((name, value.clone()) for name, value in engine.zero.full_parameters()):
                 bits.update(parameter.cpu().contiguous().view(torch.uint8).numpy().tobytes())
             digests[layout] = bits.hexdigest()
             engine.close()

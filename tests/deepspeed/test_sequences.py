@@ -86,7 +86,7 @@ def divided(process: Process, *, stage: int, kv_heads: int) -> dict:
             losses.append(float(loss.detach()))
         found = {
             "losses": losses,
-            "weights": dict(engine.engine.zero.full_parameters()),
+            "weights": {name: value.clone() for name, value in engine.engine.zero.full_parameters()},
             "sizes": (engine.train_batch_size(), engine.dp_world_size, engine.seq_dp_world_size, len(loader)),
             "steps": engine.global_steps,
             "groups": (

@@ -72,7 +72,7 @@ def digests(process: Process, *, elsewhere: bool) -> dict[tuple[str, str], str]:
                 engine.backward(engine(*batch(2 * step + process.rank)))
                 engine.step()
         bits = hashlib.sha256()
-        for _, value in sorted(engine.zero.full_parameters()):
+        for _, value in sorted((key, value.clone()) for key, value in engine.zero.full_parameters()):
             bits.update(value.contiguous().view(torch.uint8).numpy().tobytes())
         found[name, mode] = bits.hexdigest()
         engine.close()

@@ -73,7 +73,7 @@ def run(process: Process, *, stage: int, tier: str, precision: str, folder: str)
         losses.append(process.comm.gather_scalars(loss.detach().view(1), label="loss").mean())
         norms.append(engine.read_metrics().grad_norm)
     bits = hashlib.sha256(torch.stack(losses).numpy().tobytes())
-    for _, parameter in sorted(engine.zero.full_parameters()):
+    for _, parameter in sorted((name, value.clone()) for name, value in engine.zero.full_parameters()):
         bits.update(parameter.view(torch.uint8).numpy().tobytes())
     return Outcome(
         losses=[float(loss) for loss in losses],

@@ -200,7 +200,7 @@ def script_writes(process, *, layout: Layout, write, choice: Choice) -> tuple[li
             ]
         engine.backward(engine(tokens))
         engine.step()
-    weights = [value.clone() for _, value in sorted(engine.zero.full_parameters())]
+    weights = [value for _, value in sorted((name, value.clone()) for name, value in engine.zero.full_parameters())]
     moved = int(matrix[:5].count_nonzero())
     engine.close()
     return masters, weights, moved

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_transforms = torch._C._are_functorch_transforms_active
+from ztk.kernels.launch.private import innermost_transform, transforms
+
 _is_compiling, _records = torch.compiler.is_compiling, torch.is_grad_enabled
 _TRANSFORMS = {
     "Grad": "torch.func.grad (also vjp, jacrev and hessian)",
@@ -35,7 +36,7 @@ def is_transformed() -> bool:
     """Whether `torch.func`, forward-mode differentiation or torch.export is active. See [Note: Transforms]."""
     if _is_compiling():  # first: torch.compile cannot trace the others
         return torch.compiler.is_exporting()
-    return _transforms() or forward_ad._current_level >= 0
+    return transforms() or forward_ad._current_level >= 0
 
 
 class Function(torch.autograd.Function):
@@ -46,7 +47,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Calls the function like torch does. Tensors have any shape and dtype."""
-        if (_transforms() or forward_ad._current_level >= 0) and (transform := _transform_of(args)):
+        if (transforms() or forward_ad._current_level >= 0) and (transform := _transform_of(args)):
             raise RuntimeError(f"{cls.__module__} has no rule for {transform}. {cls.INSTEAD}")
         return super().apply(*args)
 
@@ -76,7 +77,7 @@ def _once(backward: Callable, *, cls: type[OnceFunction]) -> Callable:
 
 def _transform_of(args: tuple) -> str | None:
     """The active transform that concerns `args`, in a user's words. None for forward-mode differentiation of other tensors."""
-    innermost = torch._C._functorch.peek_interpreter_stack()
+    innermost = innermost_transform()
     if innermost is not None:
         return _TRANSFORMS.get(innermost.key().name, "this transform of torch.func")
     tensors = [value for value in args if isinstance(value, Tensor)]

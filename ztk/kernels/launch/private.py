@@ -42,6 +42,7 @@ def _private(path: str, *, needed: bool = True) -> Any:
 dispatch_modes = _private("torch._C._len_torch_dispatch_stack")
 function_modes = _private("torch._C._len_torch_function_stack")
 transforms = _private("torch._C._are_functorch_transforms_active")
+innermost_transform = _private("torch._C._functorch.peek_interpreter_stack")
 is_tracing = _private("torch._C._is_tracing")
 is_profiled = _private("torch._C._autograd._profiler_enabled")
 is_included = _private("torch._C._dispatch_tls_is_dispatch_key_included")
