@@ -132,9 +132,9 @@ def test_a_processor_whose_lone_products_of_attention_differ_is_refused(monkeypa
 def test_a_processor_that_adds_products_otherwise_shares_none(monkeypatch):
     """Planted: a product that is added to its result's memory differs from one that is added afterwards."""
     shape, product = {"head_dim": 16, "threads": torch.get_num_threads()}, torch.baddbmm
-    assert cached_attention.rows_agree.__wrapped__(2, **shape)
+    assert any(cached_attention.rows_agree.__wrapped__(group, **shape) for group in (1, 2, 3, 5))
     monkeypatch.setattr(torch, "baddbmm", lambda *operands: product(*operands).mul_(1.0001))
-    assert not cached_attention.rows_agree.__wrapped__(2, **shape)
+    assert not any(cached_attention.rows_agree.__wrapped__(group, **shape) for group in (1, 2, 3, 5))
 
 
 def attended(query, *, rows: list[Rows], keys, values, **options):
@@ -292,6 +292,8 @@ def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group
     ]
     query = draw(640, 2 * group, 16)
     options = {"keys": keys, "values": values, "scale": 0.25, "window": window}
+    agrees = cached_attention.rows_agree(group, head_dim=16, threads=torch.get_num_threads())
+    attended(query, rows=rows, **options)  # tries the processor's products once, which are not counted
     calls, bmm = [], torch.bmm
     monkeypatch.setattr(cached_attention.torch, "bmm", lambda *x, **rest: calls.append(x) or bmm(*x, **rest))
 
@@ -301,7 +303,9 @@ def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group
         calls.clear()
         found.append((attended(query, rows=rows, **options), len(calls)))
     (joined, few), (tiled, many) = found
-    assert torch.equal(joined, tiled) and few < many / 2
+    assert few < many / 2
+    torch.testing.assert_close(joined, tiled, rtol=1e-4, atol=1e-5)
+    assert torch.equal(joined, tiled) or not agrees  # where they do not agree, long prompts have tiles
 
 
 @pytest.mark.parametrize("joins", [True, False])
