@@ -52,8 +52,8 @@ class Run:
     best: the best of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
     padding. reward_model: given by reward.path. drawer: given by rollout.engine. rollouts: number so far. metrics: the latest one's.
     reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: given by
-    rollout.environment. episodes: those of this rank's latest samples. staleness: optimizer steps from the weights that drew these to
-    their first use. ahead: samples the next rollout for rollout.ahead=1. routers: those of a policy with experts that the inference engine
+    rollout.environment. episodes: episodes of this rank's latest samples. staleness: optimizer steps from the weights that drew these to
+    their first use. ahead: samples the next rollout for rollout.ahead=1. routers: routers of a policy with experts that the inference engine
     draws with.
     """
 

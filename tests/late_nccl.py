@@ -38,7 +38,7 @@ from ztk.core.runtime.serial import SerialThread
 
 DELAY_SECONDS, DELAYED = 2e-4, 1 / 8  # the longest delay, and the share of collectives that have one
 CPU = torch.device("cpu")
-_connected = itertools.count(1 << 20)  # apart from those of `connect`
+_connected = itertools.count(1 << 20)  # numbers that `connect` does not use
 
 
 class Race(RuntimeError):

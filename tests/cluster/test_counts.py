@@ -1,4 +1,4 @@
-"""What a start of 1,024 ranks costs follows from counts at 4, 16 and 64: they grow by the amounts that the code says, and by no more."""
+"""Counts at 4, 16 and 64 ranks give the cost of a start of 1,024 ranks: each grows by the amount per rank that the code implies."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A server that takes new weights while it runs: answers afterwards are those of a server that began with them."""
+"""A server that takes new weights while it runs: afterwards it answers like a server that began with them."""
 
 import asyncio
 import json

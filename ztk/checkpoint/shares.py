@@ -47,7 +47,7 @@ def ranges_of(engine: Engine, *, manifest: Manifest) -> Ranges:
 
 
 def shares_of(manifest: Manifest, *, wanted: list[Ranges]) -> list[Entries]:
-    """Returns each rank's entries: those of its `wanted` ranges, its generators' states, and the states of an optimizer of full
+    """Returns each rank's entries: entries of its `wanted` ranges, its generators' states, and the states of an optimizer of full
     parameters, which every rank reads."""
     shapes = {info.name: tuple(info.shape) for info in (*manifest.parameters, *manifest.buffers)}
     by_name: dict[str, list[tuple[int, int, int, Entry]]] = defaultdict(list)

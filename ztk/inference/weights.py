@@ -47,7 +47,7 @@ class Mlp:
 class Layer:
     """One block. qkv: queries, keys and values in one product. A norm that the family does not have is None.
 
-    experts: those of a sparse MLP, with router [E, C]; for the kernels they are stacked in one. mlp is the shared expert then, whose result
+    experts: experts of a sparse MLP, with router [E, C]; for the kernels they are stacked in one. mlp is the shared expert then, whose result
     shared_gate [1, C] weights where there is one.
     """
 

@@ -1,4 +1,4 @@
-"""The rank that the others wait for, found by its own seconds: those of the phases in which a rank waits for no other."""
+"""The rank that the others wait for, found by its own seconds: the time in phases in which a rank waits for no other."""
 
 from dataclasses import dataclass
 

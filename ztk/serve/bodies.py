@@ -61,7 +61,7 @@ def _field(read: Callable[..., Any], *, default: Any = None) -> Any:
 class Asked:
     """A parsed request.
 
-    prompts: texts or token ids, for /completions. messages: those of /chat/completions. chat: how they are formatted.
+    prompts: texts or token ids, for /completions. messages: messages for /chat/completions. chat: how they are formatted.
     structure: grammar of the answers. stops: stop texts. ignored: fields without an effect.
     max_tokens: 0 with echo requests only the prompt's log-probabilities. None if the request has none; `sampling` then has 1.
     tops: likely tokens for each sampled token, and for an echoed prompt, with the log-probabilities; None without log-probabilities.

@@ -26,7 +26,7 @@ Value = tuple[list[str], Any]  # names of GGUF types, outer first; a string, a n
 
 
 def write_general(fields: Mapping[str, Any], *, folder: Path) -> None:
-    """Writes the keys of a file into `folder`. fields: those of a GGUFReader."""
+    """Writes the keys of a file into `folder`. fields: fields of a GGUFReader."""
     found = {
         name: ([kind.name for kind in field.types], field.contents())
         for name, field in fields.items()

@@ -133,7 +133,7 @@ class Bound:
     def __init__(
         self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...], layouts: Mapping[int, Layout]
     ) -> None:
-        """The parameters are those of `bind`."""
+        """Takes the parameters of `bind`."""
         self.prepared, self.grid, self.numbers, self.layouts = prepared, grid, numbers, layouts
         self._axes = *grid, *_REST[len(grid)]
         self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]

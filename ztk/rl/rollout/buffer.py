@@ -22,10 +22,11 @@ class Samples:
 
     tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
     int64 [S].
-    prompt_lengths, answer_lengths: int64 [S]. finished: whether the answer ended by itself, bool [S]. logprobs: those of the answer's tokens
-    when they were sampled, float32 [S, T], 0 elsewhere. rewards: float64 [S]. included: whether the sample has a reward, bool [S]. kept:
-    the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool [S,
-    T], or None without an environment. experts: the inference engine's choices for each token in each layer with experts, int16
+    prompt_lengths, answer_lengths: int64 [S]. finished: whether the answer ended by itself, bool [S]. logprobs:
+    log-probabilities of the answer's tokens when they were sampled, float32 [S, T], 0 elsewhere.
+    rewards: float64 [S]. included: whether the sample has a reward, bool [S].
+    kept: the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool
+    [S, T], or None without an environment. experts: the inference engine's choices for each token in each layer with experts, int16
     [S, T, layers, choices], or None if they were not kept.
     """
 

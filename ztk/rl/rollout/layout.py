@@ -31,8 +31,9 @@ _PAD = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The tokens of one forward. tokens: int64 [B, T] on the engine's device. documents: those of packed texts, or None if each text has a row.
+    """The tokens of one forward. tokens: int64 [B, T] on the engine's device.
 
+    documents: documents of packed texts, or None if each text has a row.
     starts: first index of each text in the flattened tokens, int64 [S] on the CPU. borders, prompts: int64 [S] on the CPU, the number of
     first tokens that a text shares with others, and their index; starts is then the index that the text would have if they preceded its
     own tokens. None if no text shares any.

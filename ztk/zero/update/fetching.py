@@ -95,7 +95,7 @@ class PieceFetcher:
         return self._host_pool if piece.stores.updates_on_host else self._device_pool
 
     def fetch_ahead(self, slots: Sequence[Slot | None]) -> None:
-        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: those of offloaded states, in the order of use."""
+        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: slots of offloaded states, in the order of use."""
         for slot in slots[len(self._ahead) :]:
             pending = self._offloaded.fetch_ahead(slot)
             if pending is None:

@@ -71,7 +71,7 @@ class MatrixUpdate:
     def run(self, tables: ControlTables, *, skipped: frozenset[str]) -> None:
         """Replaces the gradients of matrices by directions to step along. A collective call of the ranks of every bucket; waits.
 
-        tables: those of a step that is not skipped. skipped: names of parameters that keep their momentum.
+        tables: control tables of a step that is not skipped. skipped: names of parameters that keep their momentum.
         """
         for batch in self._batches:
             self._run_batch(batch, tables=tables, skipped=skipped)

@@ -37,7 +37,7 @@ class TrustRatios:
     def run(self, tables: ControlTables, *, skipped: frozenset[str]) -> None:
         """Sets `ratios`, in the memory of `tables.nearest`. A blocking collective call of the ranks of every bucket.
 
-        tables: those of a step that runs. skipped: names of parameters that keep their averages.
+        tables: control tables of a step that runs. skipped: names of parameters that keep their averages.
         """
         self.ratios = {}
         for buckets in self._by_comm:
