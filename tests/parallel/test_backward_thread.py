@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device_tagged import DEVICE, Streams, backward_elsewhere, gpu_tensors, move
+from tests.device_tagged import DEVICE, Streams, backward_elsewhere, gpu_tensors, move, products_of_torch
 from tests.hf.small import llama_config
 from tests.parallel.moe.runs import CONFIG, VOCABULARY
 from ztk.core.policies.recompute import RecomputePolicy
@@ -94,7 +94,7 @@ def test_a_gpu_has_the_gradients_of_a_cpu(name):
     for mode, recompute in RECOMPUTE.items():
         found = []
         for device in ("cpu", str(DEVICE)):
-            with gpu_tensors(), backward_elsewhere(), use_api(Streams()):
+            with products_of_torch(), gpu_tensors(), backward_elsewhere(), use_api(Streams()):
                 model = built(name)
                 if device != "cpu":
                     move(model, device=device)
