@@ -70,14 +70,25 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return x, x[..., :8].argmax(-1)
 
 
-def train(
-    process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32", more: dict | None = None
-) -> tuple[list[float], list[str], int]:
-    """(mean losses over ranks, this rank's names of experts, how many groups the optimizer has). more: of the configuration."""
+def built(*, ep_size: int) -> nn.Sequential:
+    """The block and a head. Equal experts, as DeepSpeed makes them, give the gate a gradient that consists of rounding errors, which AdamW
+    makes as large as any other: here they differ."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.block = MoETransformerBlock(WIDTH, 4, top_k=2, ep_size=ep_size)
     model.head = nn.Linear(WIDTH, 8)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            expert = int(name.split(".")[3])
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(expert))
+    return model
+
+
+def train(
+    process, *, ep_size: int, stage: int, groups: str, dtype: str = "fp32", more: dict | None = None
+) -> tuple[list[float], list[str], int]:
+    """(mean losses over ranks, this rank's names of experts, how many groups the optimizer has). more: of the configuration."""
+    model = built(ep_size=ep_size)
     parameters = {"seed": create_moe_param_groups, "deepspeed": split_by_deepspeed, "none": lambda model: None}[groups](
         model
     )

@@ -1,13 +1,24 @@
 """The names of `deepspeed.moe`: the documents' block and helper, DeepSpeed's helpers, and the gates' results."""
 
+import functools
 import json
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.documents.harness import config_of
-from tests.parallel.moe.deepspeed_scripts import built_sharded, train, train_hub
+from tests.parallel.moe.deepspeed_scripts import (
+    STEPS,
+    WIDTH,
+    built,
+    built_sharded,
+    data,
+    train,
+    train_hub,
+)
+from tests.rounding import Bounds
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.experts import expert_degree, give_layer_options
 from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
@@ -23,25 +34,58 @@ from ztk.parallel.moe import (
 )
 
 
+@functools.cache
+def bounds_of_losses() -> Bounds:
+    """Losses of the documents' script in plain fp64. The longest sum is over the hidden elements of an expert."""
+
+    def compute() -> dict[str, torch.Tensor]:
+        model = built(ep_size=1).double()
+        attention, moe = model.block.attention, model.block.moe_layer
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0, foreach=False)
+        losses = {}
+        for step in range(STEPS):
+            x, y = data(step)
+            x = x.double().flatten(0, 1)
+            x = x + F.linear(x, attention.weight, attention.bias)
+            gates, chosen = F.linear(x, moe.gate.weight).softmax(-1).topk(2)
+            weights = torch.zeros(len(x), 4, dtype=x.dtype).scatter(1, chosen, gates / gates.sum(-1, keepdim=True))
+            out = sum(weights[:, e, None] * expert.net(x) for e, expert in enumerate(moe.experts.children()))
+            loss = F.cross_entropy(F.linear(out, model.head.weight, model.head.bias), y.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+            optimizer.step()
+            losses[f"loss {step}"] = loss
+        return losses
+
+    return Bounds(compute=compute, longest_sum=4 * WIDTH, samples=10)
+
+
+def check(losses: list[float]) -> None:
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    for step, loss in enumerate(losses):
+        bounds_of_losses().check(f"loss {step}", torch.tensor(loss))
+
+
 @pytest.mark.parametrize(("stage", "groups"), [(0, "none"), (1, "deepspeed"), (2, "seed"), (3, "seed")])
 def test_the_documents_script_trains_with_experts_spread(ranks, stage, groups):
     """`ep_size=2` alone creates the mesh; also at stage 3, which DeepSpeed refuses for its layer."""
     (alone, names, _) = ranks(1).run(train, ep_size=1, stage=0, groups="none")[0]
-    assert names == ["0", "1", "2", "3"] and alone[-1] < alone[0]
+    assert names == ["0", "1", "2", "3"]
+    check(alone)
     runs = ranks(2).run(train, ep_size=2, stage=stage, groups=groups)
     assert [names for _, names, _ in runs] == [["0", "1"], ["2", "3"]]
     for losses, _, number in runs:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        check(losses)
         assert number == (1 if groups == "none" else 2)
 
 
 def test_the_documents_configuration_spreads_the_layer_that_leaves_it_open(ranks):
     """002, 9.2: moe and moe_expert_parallel_size as written, with 9.1's layer of ep_size=1, on the four ranks that they ask for."""
-    alone, *_ = ranks(1).run(train, ep_size=1, stage=0, groups="none")[0]
     runs = ranks(4).run(train, ep_size=1, stage=2, groups="seed", more=config_of("002_9_2.json"))
     assert [names for _, names, _ in runs] == [["0"], ["1"], ["2"], ["3"]]
     for losses, _, number in runs:
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
+        check(losses)
         assert number == 2
 
 
