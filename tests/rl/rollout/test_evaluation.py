@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.experiments import test_alignment as alignment
+from tests.ranks import RankFailed
 from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
@@ -63,6 +64,27 @@ def test_prompts_are_evaluated_with_rewards_of_their_own(ranks, tmp_path):
     assert rows[1]["eval_reward"] == 1.0 != rows[1]["reward"] and 0 <= rows[1]["eval_truncated"] <= 1
     known = [{name: value for name, value in row.items() if not name.startswith("eval_")} for row in rows]
     assert known == rows_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("task", ["grpo", "ppo"])
+def test_steps_in_which_all_answers_are_cut_learn_nothing(task, ranks, tmp_path):
+    """Without a count in the loss there is no division by zero: the losses and gradients are 0. By default the run stops and names the key."""
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{letter}="}}\n' for letter in "abcd"))
+    (tmp_path / "mine.py").write_text(REWARD)
+    small = [word for word in SMALL if not word.startswith(("warm_start.", "rollout.max_tokens"))]
+    given = (
+        *("rollout.task=null", f"data.path={tmp_path}/train.jsonl", f"reward.function={tmp_path}/mine.py:score"),
+        *("warm_start.steps=0", "rollout.max_tokens=1", "rollout.mask_truncated=true", "optimizer.weight_decay=0"),
+        *("launch.ranks=2", "zero.stage=2"),
+    )
+    words = (*small, *given, "rollout.stop_truncated_above=null")
+    config = compose(f"task={task}", *words, output_dir=str(tmp_path), machine=Machine(gpus=0, cores=2))
+    ranks(2).run(play, config=config)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 4 and all(row["truncated"] == 1 and row["loss"] == row["grad_norm"] == 0 for row in rows)
+    config = compose(f"task={task}", *small, *given, output_dir=str(tmp_path), machine=Machine(gpus=0, cores=2))
+    with pytest.raises(RankFailed, match="100% of the answers were cut at rollout.max_tokens=1: raise it"):
+        ranks(2).run(play, config=config)
 
 
 @pytest.mark.parametrize("higher", [True, False])
