@@ -349,6 +349,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
         ),
         asynchronous=bool(config.checkpoint.asynchronous),
         trained_only=policies.trained_only(config),
+        timeout_seconds=config.launch.save_seconds or config.launch.timeout_seconds,
         record=to_yaml(config),
     )
 

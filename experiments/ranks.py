@@ -7,8 +7,8 @@ import torch
 
 from ztk import kernels
 from ztk.config import Config
-from ztk.core.policies.launch import start_seconds
-from ztk.core.runtime import Process
+from ztk.core.policies.launch import LaunchConfig, start_seconds
+from ztk.core.runtime import Process, sections
 from ztk.core.runtime.seed import derive_seed, seed_generators
 from ztk.experiments import policies
 
@@ -29,8 +29,22 @@ def started(config: Config) -> Iterator[Process]:
     )
     arranged = process.arrange(policies.topology(config))
     seed_generators(config.train.seed, "rank", arranged.mesh.replica)
-    yield arranged
+    with sections.watch_sections(section_limits(config.launch), process=arranged):
+        yield arranged
     process.stop()
+
+
+def section_limits(launch: LaunchConfig) -> dict[str, float | None]:
+    """Returns the limits of `watch_sections`. Empty in tasks that do not train, and with a debugger."""
+    if launch.setup_seconds is None or launch.debug is not None:
+        return {}
+    return {
+        sections.SETUP: launch.setup_seconds,
+        sections.FIRST_STEP: launch.compile_seconds,
+        sections.STEP: launch.step_seconds,
+        sections.EVALUATION: launch.eval_seconds,
+        sections.SAVE: launch.save_seconds,
+    }
 
 
 def seed_dropout(config: Config, *, process: Process, step: int) -> None:

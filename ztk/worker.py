@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -30,7 +30,8 @@ def main() -> None:
     connection as their own error.
     """
     try:
-        failure = run_task(from_yaml(Path(sys.argv[1]).read_text(encoding="utf-8")), rank=int(os.environ["RANK"]))
+        config = from_yaml(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        failure = run_task(config, rank=int(os.environ["RANK"]), end=lambda failure: leave(1))
     except KeyboardInterrupt as error:
         leave(interrupt_code(error))
     else:
@@ -40,8 +41,11 @@ def main() -> None:
             gc.freeze()  # the final collections would traverse all of torch's objects, for 0.6 seconds
 
 
-def run_task(config: Config, *, rank: int) -> RankFailure | None:
-    """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log."""
+def run_task(config: Config, *, rank: int, end: Callable[[RankFailure], NoReturn]) -> RankFailure | None:
+    """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log.
+
+    end: ends the process after a section that took longer than its limit (`ztk.core.runtime.sections`). It runs in another thread.
+    """
     open_closed_streams()
     prefer_own_modules()
     debug = config.launch.debug  # the rank with the terminal, whose output a debugger needs as it is
@@ -51,9 +55,20 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
     else:
         log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 and debug is None else keep_output()
     show_messages()
+
+    def record(error: Exception, *, trace: str | None = None) -> RankFailure:
+        failure = failure_of(error, rank=rank)
+        failure = failure if trace is None else replace(failure, trace=trace)
+        log.write(failure.trace)
+        write_failure(failure, output_dir=config.output_dir)
+        return failure
+
     try:
         import torch
 
+        from ztk.core.runtime.sections import end_overruns_by
+
+        end_overruns_by(lambda overrun: end(record(overrun, trace=overrun.stacks)))
         torch.set_num_threads(config.launch.threads)
         if "task" in config.own:
             instantiate(config.own["task"], config)
@@ -61,9 +76,7 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
             _main_of(config.task.module)(config)
     except Exception as raised:
         error = _explained(raised, debug=debug, rank=rank)
-        failure = failure_of(error, rank=rank)
-        log.write(failure.trace)
-        write_failure(failure, output_dir=config.output_dir)
+        failure = record(error)
         _write_memory(error, output_dir=config.output_dir, rank=rank)
         return failure
     return None

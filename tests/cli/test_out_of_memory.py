@@ -33,7 +33,7 @@ def failed(tmp_path, monkeypatch):
             raise error
 
         monkeypatch.setattr(worker, "import_task", lambda name: SimpleNamespace(main=main))
-        assert worker.run_task(config, rank=0) is not None
+        assert worker.run_task(config, rank=0, end=worker.leave) is not None
         return tmp_path
 
     return fail

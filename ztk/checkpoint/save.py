@@ -36,6 +36,7 @@ from ztk.core.policies.records import OWN_RECORD
 from ztk.core.runtime import Comm, Tier
 from ztk.core.runtime.comm import connect
 from ztk.core.runtime.ending import end_with_process, forget
+from ztk.core.runtime.sections import SAVE, section
 from ztk.train.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,10 @@ class Saver:
             RuntimeError: inside `engine.averaged()`.
             ValueError: between micro-batches of a step, and for values that JSON lacks.
         """
+        with section(SAVE, detail=f"the save of step {self._engine.global_steps}"):
+            return self._saved(data_state=data_state, extra=extra, metric=metric)
+
+    def _saved(self, *, data_state: Any, extra: Any, metric: float | None) -> SaveReport | None:
         started = time.perf_counter()
         draft = self._draft(data_state=data_state, extra=extra, metric=metric)
         try:
@@ -221,7 +226,8 @@ class Saver:
     def close(self) -> SaveReport | None:
         """Waits for a running save, closes the background connections and releases the folder. Idempotent."""
         try:
-            return self.wait()
+            with section(SAVE, detail="the last background save"):
+                return self.wait()
         finally:
             if self._background is not None:
                 self._background.close()

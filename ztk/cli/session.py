@@ -513,7 +513,11 @@ class Session:
                 raise ConfigError([fault])
         forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
         try:
-            failure = run_task(config, rank=self._external.rank)
+            failure = run_task(
+                config,
+                rank=self._external.rank,
+                end=lambda overrun: self._end_rank(config, overrun, owner=owner, meeting=meeting),
+            )
         except KeyboardInterrupt as error:
             if owner is not None:
                 self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)

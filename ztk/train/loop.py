@@ -15,6 +15,7 @@ from ztk.checkpoint.errors import SaveFailed
 from ztk.core.policies.columns import column_fault
 from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.logged import Logged, logging_to
+from ztk.core.runtime.sections import EVALUATION, FIRST_STEP, STEP, section
 from ztk.core.runtime.sources import check_sources
 from ztk.report import Reporter
 from ztk.train.engine import Engine
@@ -200,7 +201,8 @@ class Loop:
                 while self.step < self.steps and self.ended_by is None:
                     self.step += 1
                     started = time.monotonic()
-                    with logging_to(Logged()) as self._logged:
+                    part = STEP if self.step > first else FIRST_STEP
+                    with logging_to(Logged()) as self._logged, section(part, detail=f"step {self.step}"):
                         self._run_step(interrupts)
                     if self.step > first:  # which compiles
                         self._check_grace(time.monotonic() - started)
@@ -215,6 +217,10 @@ class Loop:
 
         A collective call.
         """
+        with section(EVALUATION, detail=f"the evaluation after step {self.step}"):
+            return self._evaluated()
+
+    def _evaluated(self) -> float:
         assert self._evaluate is not None, "the loop was given something to evaluate"
         self._call("before_evaluation")
         with logging_to(Logged()) as logged:

@@ -140,6 +140,28 @@ class LaunchConfig:
         optional=True,
         acts=_MEETS,
     )
+    setup_seconds: float | None = key(
+        "seconds that a run may spend outside of steps, evaluations and saves: on model, data and checkpoint before the first step",
+        default=14_400.0,
+        range=YEAR,
+        acts=_TRAINS,
+    )
+    compile_seconds: float | None = key(
+        "seconds of the first step, which compiles kernels", default=3600.0, range=YEAR, acts=_TRAINS
+    )
+    step_seconds: float | None = key(
+        "seconds of every other step; null: ten times the longest one so far, and at least launch.timeout_seconds",
+        range=YEAR,
+        optional=True,
+        acts=_TRAINS,
+    )
+    eval_seconds: float | None = key("seconds of an evaluation", default=3600.0, range=YEAR, acts=_TRAINS)
+    save_seconds: float | None = key(
+        "seconds that a step may wait for a checkpoint, and a background save for its slowest rank",
+        default=3600.0,
+        range=YEAR,
+        acts=_TRAINS,
+    )
     slowest_every: int | None = key(
         "rows of metrics.jsonl between lines that name the slowest of several ranks, its host and its phase; 0: no lines",
         default=100,

@@ -23,6 +23,11 @@ def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
+def default_store() -> dist.Store:
+    """The store over which the ranks of the running process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> Comm:
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
     group, number = _of_all_ranks(device, timeout_seconds=timeout_seconds), next(_connected)
@@ -83,7 +88,7 @@ def _comm(
     watchdog = None
     if not transport.checks_labels:
         watchdog = Watchdog(
-            dist.distributed_c10d._get_default_store(),
+            default_store(),
             number=number,
             rank=rank,
             ranks=ranks,
