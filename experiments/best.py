@@ -12,6 +12,8 @@ from ztk.train.loop import Loop
 class Best:
     """`checkpoint.metric`, `checkpoint.higher_is_better` and `train.patience`, with the same state on all ranks."""
 
+    ends_alike = True
+
     def __init__(self, config: Config) -> None:
         self._name, self._patience = config.checkpoint.metric, config.train.patience
         self._sign = -1.0 if config.checkpoint.higher_is_better else 1.0

@@ -16,6 +16,8 @@ class Limits:
     The time starts now and is measured by rank 0's clock.
     """
 
+    ends_alike = True
+
     def __init__(self, train: TrainConfig, *, engine: Engine) -> None:
         self._train, self._engine, self._started = train, engine, time.monotonic()
 

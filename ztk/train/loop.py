@@ -88,7 +88,8 @@ class Callback:
 
     Every rank calls them in the same order. `loop.step` is the number of the step, starting at 1. A hook may add numbers to
     `loop.measured`, which go into the step's row, under names that nothing else writes, and may set `loop.ended_by` to a reason, which
-    stops the run after this step. Both must be the same on every rank.
+    stops the run after this step. Both must be the same on every rank. A difference is found after the step in which it arises, by an exchange
+    between the ranks; a class whose hooks cannot differ has the attribute `ends_alike = True` and needs none.
     """
 
     def before_step(self, loop: "Loop") -> None:
@@ -195,7 +196,7 @@ class Loop:
         if any(hasattr(callback, "before_update") for callback in self._callbacks):
             self.engine.before_update = partial(self._call, "before_update")
         first = self.step + 1
-        agrees = bool(self._callbacks)
+        agrees = not all(getattr(callback, "ends_alike", False) for callback in self._callbacks)
         try:
             with Interrupts(self.engine.process, is_active=self.saver is not None, agrees=agrees) as interrupts:
                 while self.step < self.steps and self.ended_by is None:

@@ -1,8 +1,10 @@
 """Ctrl-C and the signals of schedulers during training: every rank stops after the same step, so that a consistent state can be saved."""
 
+import math
 import os
 import signal
 import time
+from collections import deque
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -13,6 +15,9 @@ from ztk.core.runtime.comm import Comm, connect
 from ztk.core.runtime.process import Process
 
 _REPEAT_SECONDS = 1.0  # a terminal and a launcher may both pass on the same Ctrl-C
+_LATE_SECONDS = 1.0  # of steps between two exchanges: short beside the grace of a scheduler, long beside an exchange
+_MOST_STEPS = 16
+_REMEMBERED = 64  # steps whose longest one decides
 
 
 class Interrupted(KeyboardInterrupt):
@@ -24,13 +29,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Context in which the signals of `ENDING` set a flag, which `are_pending` reports on all ranks after the same step.
+    """Context in which the signals of `ENDING` set a flag, which `agree` reports on all ranks after the same step.
+
+    Several ranks exchange the flags every few steps: as many as last a second, by the longest of the last steps on any rank, and at most 16.
+    Steps of half a second or more have an exchange each.
 
     A second signal, at least a second after the first, ends the process at once. Every rank must enter the context. On exit it raises
     Interrupted for a signal that no check has reported yet.
 
     The flags travel over separate host connections: on a GPU the exchange does not wait for the device, and it is not counted with the
-    training's collectives. is_active: if False, signals keep their default effect and `are_pending` costs nothing. agrees: also needs `agree`.
+    training's collectives. is_active: if False, signals keep their default effect. agrees: every step needs an exchange, because `ends` may
+    differ between ranks. Without both, `agree` costs nothing.
     """
 
     def __init__(self, process: Process, *, is_active: bool = True, agrees: bool = False) -> None:
@@ -39,6 +48,7 @@ class Interrupts:
         self._received = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._comm: Comm | None = None
+        self._last, self._seconds, self._left = 0.0, deque([_LATE_SECONDS], maxlen=_REMEMBERED), 1
 
     def __enter__(self) -> Self:
         if not (self._is_active or self._agrees):
@@ -83,12 +93,20 @@ class Interrupts:
     def agree(self, *, ends: bool) -> tuple[bool, bool]:
         """Whether any rank has received a signal, and whether `ends` is set on some ranks and not on others. A collective call.
 
-        One exchange unless something is pending.
+        Called once or more in each step. One exchange at most unless something is pending.
         """
         own = self._number is not None
         if self._comm is None:
             return own, False
-        if not self._comm.any(own or ends, label="interrupts"):
+        now, last = time.monotonic(), self._last
+        self._last, self._left = now, self._left - 1
+        if last:
+            self._seconds.append(now - last)
+        if self._left > 0 and not self._agrees:
+            return False, False
+        longest = self._comm.maximum(math.inf if own or ends else max(self._seconds), label="interrupts")
+        if longest < math.inf:
+            self._left = max(1, min(_MOST_STEPS, int(_LATE_SECONDS / max(longest, 1e-6))))  # the same on all ranks
             return False, False
         received, ended, goes_on = (self._comm.any(flag, label="ends of ranks") for flag in (own, ends, not ends))
         return received, ended and goes_on

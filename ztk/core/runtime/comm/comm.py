@@ -269,11 +269,15 @@ class Comm:
 
     def any(self, flag: bool, *, label: str) -> bool:
         """Whether `flag` is set on any rank. For communicators in host memory. Waits."""
+        return bool(self.maximum(float(flag), label=label))
+
+    def maximum(self, number: float, *, label: str) -> float:
+        """The largest `number` of all ranks, none of which is negative, as fp32. For communicators in host memory. Waits."""
         rows = torch.zeros(self.size)
-        own = rows[self.rank : self.rank + 1].fill_(float(flag))
+        own = rows[self.rank : self.rank + 1].fill_(number)
         self.counters.count("scalars", numel=1, itemsize=own.itemsize)
         self._submit(f"scalars {label}", rows, lambda t, name: t.maximum(rows, own=own, label=name)).wait()
-        return bool(own.item())
+        return own.item()
 
     def gather_numbers(
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
