@@ -162,7 +162,9 @@ def test_the_limit_of_a_start_is_not_the_limit_of_collectives(agent_store, monke
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # a test before may have started this process as a rank of its own
+    monkeypatch.setattr(
+        dist, "is_initialized", lambda: False
+    )  # a test before may have started this process as a rank of its own
     with pytest.raises(TimeoutError, match="1 of 2 ranks did not join within 1 s"):
         Process.start(device="cpu", timeout_seconds=600, start_seconds=1)
 
