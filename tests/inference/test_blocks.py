@@ -1,6 +1,7 @@
 """The engine by kernels, as on a GPU: the same answers as by products, whatever is shared, preempted or copied on write."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -251,6 +252,46 @@ def test_decoding_by_graphs_changes_no_bit():
     assert [own[0].tokens for own in found] == [own[0].tokens for own in expected]
     assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
     assert generator._stepper.graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
+
+
+def only_even(answer: list[int]) -> torch.Tensor:
+    return torch.arange(VOCABULARY) % 2 == 0
+
+
+def watched(function, *, calls: list):
+    def call(*args, **kwargs):
+        calls.append(function)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_every_way_of_sampling_shares_the_graph(monkeypatch):
+    """A step in which each sequence has one token is a replay, whatever the sequences draw with. Only the prompts' step is none."""
+    model, replays, eager = build("qwen3_moe"), [], []
+    generator_of = partial(Generator, model, policy=InferencePolicy(max_sequences=8, **BLOCKS))
+    ways = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 0.9, "top_p": 0.7},
+        {"temperature": 0.8, "frequency_penalty": 0.5},
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 1.0, "fp32_logprobs": True},
+        {"temperature": 0.7, "token_mask": only_even},
+    ]
+    sampling = [SamplingParams(max_tokens=6, seed=seed, **way) for seed, way in enumerate(ways)]
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(ways))]
+    expected = generator_of().generate(prompts, sampling=sampling)
+    generator = generator_of()
+    graphs = DecodeGraphs(generator._model, cache=generator._cache, capture=Replayed.capture)
+    monkeypatch.setattr(Replayed, "replay", watched(Replayed.replay, calls=replays))
+    monkeypatch.setattr(generator._model, "forward", watched(generator._model.forward, calls=eager))
+    generator._stepper.graphs = graphs
+    found = generator.generate(prompts, sampling=sampling)
+    for own, other in zip(found, expected, strict=True):
+        assert own[0].tokens == other[0].tokens and own[0].logprobs.tolist() == other[0].logprobs.tolist()
+    assert len(eager) == 1 and len(replays) >= 5
 
 
 def test_queries_of_other_threads_do_not_end_a_capture(monkeypatch):

@@ -1,8 +1,9 @@
 """Decoding on a GPU as one CUDA graph per number of rows, captured when it is needed first.
 
 A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from
-the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tiles, temperatures and keys) are copied
-into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two: padding has no place in the
+the embedding to the last norm. Inputs that change from step to step (tokens, positions, places and tiles) are copied into its buffers
+first. Draws follow outside of the graph, by the same code as without one, so sequences with different ways of sampling share it; the host
+launches them while the graph runs. Rows are padded to a power of two: padding has no place in the
 cache, a tile without positions, which is zero, and no result. A graph reads the cache's tables up to a power of two blocks, so that longer
 sequences rarely need another graph.
 """
@@ -17,7 +18,6 @@ from torch import Tensor
 from ztk.inference.base import Model
 from ztk.inference.cache import Cache, Span, Step
 from ztk.inference.model import InferenceModel
-from ztk.inference.sample import Draw, Drawn, drawn_of
 from ztk.kernels import TILE_COLUMNS, make_tiles
 from ztk.kernels.launch.grids import next_power_of_2
 from ztk.kernels.shared.cached_attention import BLOCK
@@ -46,18 +46,16 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows]."""
+    """A graph and its buffers: tokens int64 [rows] and the step's; results [rows, C]."""
 
     graph: Any
     tokens: Tensor
     step: Step
-    temperatures: Tensor
-    keys: Tensor
     results: Tensor
 
 
 class DecodeGraphs:
-    """Steps in which each sequence has one row of the base that is drawn by the temperature alone."""
+    """Forwards of steps in which each sequence has one row of the base."""
 
     def __init__(self, model: InferenceModel, *, cache: Cache, capture: Capture) -> None:
         self._model, self._cache, self._capture = model, cache, capture
@@ -70,8 +68,8 @@ class DecodeGraphs:
         """Graphs so far."""
         return len(self._captured)
 
-    def run(self, tokens: list[int], *, spans: list[Span], draws: list[Draw]) -> list[Drawn]:
-        """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
+    def run(self, tokens: list[int], *, spans: list[Span]) -> Tensor:
+        """Computes one row per span, whose places are in the cache's tables: the last norm's output [rows, C], valid until the next run."""
         rows, slots = len(spans), [span.slot for span in spans]
         size, width = next_power_of_2(rows), next_power_of_2(max(len(self._cache.tables[slot]) for slot in slots))
         found = self._captured.get((size, width))
@@ -85,10 +83,8 @@ class DecodeGraphs:
         _fill(found.step.places, places + [-1] * padding)
         self._cache.on_device.update(slots)
         _fill(found.step.tiles, tiles + [[0, 0, row, 0, 0] for row in range(rows, size)])
-        _fill(found.temperatures, [one.sampling.temperature for one in draws] + [0.0] * padding)
-        _fill(found.keys, [one.noise_key for one in draws] + [0] * padding)
         found.graph.replay()
-        return drawn_of(found.results[:, :rows])
+        return found.results[:rows]
 
     def _place(self, span: Span) -> int:
         return self._cache.tables[span.slot][span.start // BLOCK] * BLOCK + span.start % BLOCK
@@ -99,8 +95,7 @@ class DecodeGraphs:
         def empty(*shape: int, dtype: torch.dtype, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=self._model.placement.device)
 
-        tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
-        temperatures = empty(rows, dtype=torch.float32)
+        tokens = empty(rows, dtype=torch.int64)
         step = Step(
             cache=self._cache,
             positions=empty(rows, dtype=torch.int64),
@@ -109,13 +104,8 @@ class DecodeGraphs:
             tiles=empty(rows, TILE_COLUMNS, dtype=torch.int32),
             split=True,
         )
-
-        def compute() -> Tensor:
-            x = self._model.compute(tokens, step=step)
-            return self._model.draw(x, temperatures=temperatures, keys=keys)
-
-        graph, results = self._capture(compute)
-        return _Captured(graph=graph, tokens=tokens, step=step, temperatures=temperatures, keys=keys, results=results)
+        graph, results = self._capture(lambda: self._model.compute(tokens, step=step))
+        return _Captured(graph=graph, tokens=tokens, step=step, results=results)
 
 
 def _fill(buffer: Tensor, values: list) -> None:

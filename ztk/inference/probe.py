@@ -32,8 +32,7 @@ _TOKENS = 48
 # itself rounds by 2^-8 in each operation.
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
-# One of each path from logits or hidden states to a token: see `ztk.inference.stepping`. The first ones are drawn in graphs.
-_IN_GRAPHS = 2
+# One of each path from logits or hidden states to a token: see `ztk.inference.stepping`.
 _WAYS = {
     "temperature=0": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(temperature=0.8),
@@ -161,8 +160,8 @@ def differing_piece(model: Model, *, pieces: tuple[int, ...], is_alone: bool) ->
 
 @torch.inference_mode()
 def check_draws(model: Model) -> None:
-    """Draws the third token of some texts, each by one of `_WAYS`, as a step of requests does, and compares it with that step's logits; the
-    ways of a graph also in a graph. A collective call of the ranks that share the model.
+    """Draws the third token of some texts, each by one of `_WAYS`, as a step of requests does, and compares it with that step's logits; on a
+    GPU also with the forward in a graph. A collective call of the ranks that share the model.
 
     Raises:
         ValueError: a draw has another log-probability, or is not the likeliest token where it must be.
@@ -178,7 +177,7 @@ def check_draws(model: Model) -> None:
     computing.logits([work.sequence.tokens[0] for work in works], spans=spans, rows=[])
     _compare_draws(works, computing=computing, graphs=None)
     if graphs is not None:
-        _compare_draws(works[:_IN_GRAPHS], computing=computing, graphs=graphs)
+        _compare_draws(works, computing=computing, graphs=graphs)
 
 
 def _drawing(slot: int, *, sampling: SamplingParams, vocabulary: int) -> Sequence:
@@ -196,7 +195,7 @@ def _compare_draws(works: list[Work], *, computing: Computing, graphs: DecodeGra
     if not logits.isfinite().all():
         return  # weights that are not finite: each request is answered with the layer's name
     step = {"works": works, "needed": [[0]] * len(works), "spans": spans, "computing": computing, "graphs": graphs}
-    for name, own, work, [line] in zip(_WAYS, logits, works, lines_of(tokens, **step), strict=False):
+    for name, own, work, [line] in zip(_WAYS, logits, works, lines_of(tokens, **step), strict=True):
         assert not isinstance(line, NothingDrawn), "no way leaves out all tokens"
         drawn = line if isinstance(line, Drawn) else draw(line, by=work.sequence.draw([], vocabulary=len(own)))
         bound = _ROUNDED_DRAW * float(own.abs().max())

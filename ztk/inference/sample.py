@@ -120,20 +120,22 @@ def select(logits: Tensor, *, draws: list[Draw]) -> list[Drawn]:
         scores = logits.clone()
         _penalise(scores, draws=draws)
         _hide(scores, draws=draws, by=-math.inf)
-
-    def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
-
+    device = logits.device
     results = select_rows(
         logits,
         scores,
-        column([one.temperature for one in asked]),
-        column([one.noise_key for one in draws], dtype=torch.int64),
-        column([one.top_k for one in asked], dtype=torch.int32),
-        column([one.top_p for one in asked]),
-        column([one.min_p for one in asked]),
+        column([one.temperature for one in asked], device=device),
+        column([one.noise_key for one in draws], dtype=torch.int64, device=device),
+        column([one.top_k for one in asked], dtype=torch.int32, device=device),
+        column([one.top_p for one in asked], device=device),
+        column([one.min_p for one in asked], device=device),
     )
     return drawn_of(torch.stack([part.double() for part in results]))
+
+
+def column(values: list, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A value for each row, [R] on the device. The host does not wait for a GPU that is still computing the rows."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def drawn_of(results: Tensor) -> list[Drawn]:

@@ -26,7 +26,18 @@ from ztk.inference.parallel import Computing
 from ztk.inference.policy import Output, PromptLogprob
 from ztk.inference.ranks import Ranks
 from ztk.inference.requests import Sequence, Work
-from ztk.inference.sample import Draw, Drawn, draw, draw_rows, drawn_of, draws_plainly, likeliest, select, selects
+from ztk.inference.sample import (
+    Draw,
+    Drawn,
+    column,
+    draw,
+    draw_rows,
+    drawn_of,
+    draws_plainly,
+    likeliest,
+    select,
+    selects,
+)
 from ztk.inference.schedule import Scheduler
 
 _LOGGER = logging.getLogger(__name__)
@@ -263,15 +274,17 @@ def lines_of(
     rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
     on_host, size = not model.placement.by_kernels, model.description.vocab_size
     kinds = [_kind(work, count=count, on_host=on_host) for work, count in zip(works, counts, strict=True)]
-    fits_graphs = set(kinds) == {_PLAIN} and len(tokens) == len(works) and not any(span.adapter for span in spans)
-    if graphs is not None and fits_graphs:
-        draws = [work.sequence.draw([], vocabulary=size) for work in works]
-        return [[one] for one in graphs.run(tokens, spans=spans, draws=draws)]
-    drawing = model if isinstance(model, InferenceModel) and model.can_draw and _PLAIN in kinds else None
+    if len(tokens) > len(works) or any(span.adapter for span in spans):
+        graphs = None
+    draws_here = graphs is not None or _PLAIN in kinds
+    drawing = model if isinstance(model, InferenceModel) and model.can_draw and draws_here else None
     if drawing is None:
         x, places = computing.logits(tokens, spans=spans, rows=rows), _split(range(len(rows)), counts=counts)
     else:
-        x = drawing.forward(torch.tensor(tokens), spans=spans, cache=computing.cache)
+        if graphs is None:
+            x = drawing.forward(torch.tensor(tokens), spans=spans, cache=computing.cache)
+        else:
+            x = graphs.run(tokens, spans=spans)
         places = _split(rows, counts=counts)
     found: list[Lines] = [torch.empty(0, size)] * len(works)
     for kind in set(kinds):
@@ -310,8 +323,8 @@ def _drawing_of(model: InferenceModel) -> Callable[..., list[Drawn]]:
     """A function from rows [R, C] of the model's forward, and the draws with a temperature alone, to their tokens."""
 
     def drawn(x: Tensor, *, draws: list[Draw]) -> list[Drawn]:
-        temperatures = torch.tensor([one.sampling.temperature for one in draws], dtype=torch.float32).to(x.device)
-        keys = torch.tensor([one.noise_key for one in draws], dtype=torch.int64).to(x.device)
+        temperatures = column([one.sampling.temperature for one in draws], device=x.device)
+        keys = column([one.noise_key for one in draws], dtype=torch.int64, device=x.device)
         return drawn_of(model.draw(x, temperatures=temperatures, keys=keys))
 
     return drawn
