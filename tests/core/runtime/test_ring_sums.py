@@ -29,7 +29,9 @@ def test_a_ring_in_bf16_rounds_at_every_hop(mean, expected):
     """A sum of k parts has the variance k if the parts are independent, and k^2 if they are alike. A rounding error is relative to its sum,
     so the errors of 2 to 8 parts have 35 times the variance of a part's, or 203 times, and one rounding of the sum 8 or 64 times."""
     generator = torch.Generator().manual_seed(0)
-    parts = [(mean + (0.1 if mean else 1) * torch.randn(ELEMENTS, generator=generator)).bfloat16() for _ in range(RANKS)]
+    parts = [
+        (mean + (0.1 if mean else 1) * torch.randn(ELEMENTS, generator=generator)).bfloat16() for _ in range(RANKS)
+    ]
     exact = torch.stack(parts).double().sum(0)
     once = torch.empty_like(parts[0])
     sum_in_rank_order(parts, out=once)
