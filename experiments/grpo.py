@@ -86,7 +86,8 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     lr_table = policies.learning_rates(config)
     run = open_run(config, process=process, prompts=prompts, first_values=first_values, lr_table=lr_table)
     past = resume(run)
-    with build_reporter(config, engine=run.actor, past=past) as reporter, run.ahead or nullcontext():
+    ahead = nullcontext() if run.ahead is None else run.ahead
+    with build_reporter(config, engine=run.actor, past=past) as reporter, ahead:
         for text in (*run.described(), settle_drawer(run)):
             if text is not None:
                 reporter.say(text)
@@ -152,7 +153,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: Texts, savers: Savers, fill
     with drawing(run):
         scored = score_samples(run, samples=next_samples(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
-    run.metrics = entropy | measure(run, scored=scored) | staleness_of(run)
+    run.metrics = entropy | measure(run, scored=scored) | staleness_of(run, samples=scored.samples)
     texts.report(run, step=step, samples=scored.samples, kl=scored.kl, reporter=reporter)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=run.config.rollout.max_tokens)
     if fault is not None:

@@ -52,9 +52,8 @@ class Run:
     best: the best of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
     padding. reward_model: given by reward.path. drawer: given by rollout.engine. rollouts: number so far. metrics: the latest one's.
     reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: given by
-    rollout.environment. episodes: episodes of this rank's latest samples. staleness: optimizer steps from the weights that drew these to
-    their first use. ahead: samples the next rollout for rollout.ahead=1. routers: routers of a policy with experts that the inference engine
-    draws with.
+    rollout.environment. episodes: episodes of this rank's latest samples. ahead: samples the next rollouts, for rollout.staleness. routers:
+    routers of a policy with experts that the inference engine draws with.
     """
 
     config: Config
@@ -73,7 +72,6 @@ class Run:
     rewarded: Rewarded | None = None
     environments: Environments | None = None
     episodes: Sequence[Episode] = ()
-    staleness: int = 0
     ahead: Ahead | None = None
     routers: Routers | None = None
     rollouts: int = 0
@@ -99,7 +97,7 @@ class Run:
             corrected = (
                 "" if rollout.correction is None else f", corrected by rollout.correction={rollout.correction.value}"
             )
-            yield f"rollout.ahead=1: answers are drawn one rollout ahead{corrected}"
+            yield f"rollout.staleness={rollout.staleness}: answers are drawn up to as many rollouts ahead{corrected}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a JSON value, the same on all ranks. A collective call."""
@@ -129,7 +127,7 @@ class Run:
         }
         self.buffer.load_state_dict(state["buffer"], **layout)
         if self.ahead is not None:
-            self.ahead.load_state_dict(state.get("ahead"), updates=self.buffer.updates, **layout)
+            self.ahead.load_state_dict(state.get("ahead") or [], updates=self.buffer.updates, **layout)
 
 
 def open_run(
@@ -169,7 +167,7 @@ def open_run(
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         best=Best(config),
         environments=open_environments(config),
-        ahead=Ahead() if config.rollout.ahead else None,
+        ahead=Ahead() if config.rollout.staleness else None,
         drawer=open_drawer(config, actor=actor),
         routers=Routers(actor.module, replays=config.rollout.experts == "replay") if replays_experts(config) else None,
         weights=open_weights(config, actor=actor),

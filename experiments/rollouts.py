@@ -57,12 +57,10 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 
 
 def drawing(run: Run) -> AbstractContextManager[None]:
-    """Moves tensors that only updates read off the device inside the context, and samples nothing ahead.
+    """Moves tensors that only updates read off the device inside the context.
 
     They stay if the inference engine copies the weights to main memory, because it may copy them from master weights.
     """
-    if run.ahead is not None:
-        run.ahead.wait()
     copies = run.drawer.copies_weights
     return nullcontext() if copies else states_away(run.actor, *([run.critic] if run.critic else []))
 
@@ -75,30 +73,38 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     return accepted(run, drawn=drawing_of(run, first_prompt=first_prompt)())
 
 
-def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Drawn]:
-    """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call."""
-    requests, policy = requests_of(run, first_prompt=first_prompt), policy_of(run, is_trained=first_prompt is None)
+def drawing_of(run: Run, *, first_prompt: int | None = None, number: int | None = None) -> Callable[[], Drawn]:
+    """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call.
+
+    number: number of the rollout in the run, by default of the next one. first_prompt: number of its first prompt, by default the run's next.
+    """
+    number = run.rollouts if number is None else number
+    policy, first = policy_of(run, is_trained=first_prompt is None), number * run.config.rollout.prompts
+    requests = requests_of(run, first_prompt=first if first_prompt is None else first_prompt)
     turns, drawn_at = ExitStack(), run.actor.global_steps
     given = {"policy": policy, "requests": requests}
-    draws = turns.enter_context(run.drawer.turns(**given, step=run.rollouts))
+    draws = turns.enter_context(run.drawer.turns(**given, step=number))
 
     def draw_all() -> Drawn:
         with turns:
             if run.environments is None:
-                return Drawn(samples=draw_once(draws, **given), step=drawn_at)
-            prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
-            return replace(played(run, draws=draws, prompts=prompts, **given), step=drawn_at)
+                drawn = Drawn(samples=draw_once(draws, **given))
+            else:
+                prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
+                drawn = played(run, draws=draws, prompts=prompts, **given)
+        if drawn.samples.steps is None:  # else a server has told them
+            drawn.samples.steps = drawn.samples.answer_mask * drawn_at
+        return drawn
 
     return draw_all
 
 
-def requests_of(run: Run, *, first_prompt: int | None = None) -> Requests:
-    """Returns this rank's part of a rollout. first_prompt: number of its first prompt, by default the run's next one."""
+def requests_of(run: Run, *, first_prompt: int) -> Requests:
+    """Returns this rank's part of a rollout. first_prompt: number of its first prompt."""
     config, rollout, mesh = run.config, run.config.rollout, run.process.mesh
     layout = {"rank": mesh.replica, "world_size": mesh.replicas}
     numbers = share_of_rank(updates=run.buffer.updates, per_update=config.train.global_batch_size, **layout)
-    first = run.rollouts * rollout.prompts if first_prompt is None else first_prompt
-    prompt_numbers = first + numbers // rollout.group_size
+    prompt_numbers = first_prompt + numbers // rollout.group_size
     return Requests(
         prompts=[run.prompts[int(number)].tokens for number in prompt_numbers],
         numbers=numbers,
@@ -134,20 +140,25 @@ def settle_drawer(run: Run) -> str | None:
 
 def next_samples(run: Run) -> Samples:
     """This rank's samples of the next rollout, with rewards: those drawn ahead, or new ones. Raises as `draw`."""
-    drawn = None if run.ahead is None else run.ahead.wait()
+    drawn = None if run.ahead is None else run.ahead.first()
     return draw(run) if drawn is None else accepted(run, drawn=drawn)
 
 
 def draw_ahead(run: Run) -> None:
-    """Begins the rollout after the one that fills the buffer, with the weights of now, unless the run ends before it. A collective call."""
-    if run.ahead is not None:
-        is_last = run.actor.global_steps + run.buffer.updates >= run.config.train.steps
-        run.ahead.start(None if is_last else drawing_of(run))
+    """Begins rollouts up to `rollout.staleness` after the one that fills the buffer, with the weights of now, unless the run ends before
+    them. A collective call.
+    """
+    if run.ahead is None:
+        return
+    run.ahead.drop()
+    for number in range(len(run.ahead), run.config.rollout.staleness or 0):
+        if run.actor.global_steps + (number + 1) * run.buffer.updates < run.config.train.steps:
+            run.ahead.start(drawing_of(run, number=run.rollouts + number))
 
 
 def accepted(run: Run, *, drawn: Drawn) -> Samples:
-    """The samples, with rewards; `run.episodes` and `run.staleness` become theirs. Raises RewardError."""
-    run.episodes, run.staleness = drawn.episodes, run.actor.global_steps - drawn.step
+    """The samples, with rewards; `run.episodes` become theirs. Raises RewardError."""
+    run.episodes = drawn.episodes
     prompts = [run.prompts[int(number)] for number in drawn.samples.prompts]
     reward(run, samples=drawn.samples, prompts=prompts)
     return drawn.samples
@@ -193,7 +204,12 @@ class Evaluated:
 
 
 def scored_rollouts(run: Run, *, first_prompt: int, count: int) -> Iterator[Scored]:
-    """Yields rollouts for an evaluation, over all ranks. first_prompt: number of the first prompt of the first one."""
+    """Yields rollouts for an evaluation, over all ranks. first_prompt: number of the first prompt of the first one.
+
+    Waits for those that are drawn ahead, whose weights must not depend on the evaluation.
+    """
+    if run.ahead is not None:
+        run.ahead.wait()
     with drawing(run):
         for number in range(count):
             samples = draw(run, first_prompt=first_prompt + number * run.config.rollout.prompts)
@@ -336,10 +352,19 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     }
 
 
-def staleness_of(run: Run) -> dict[str, float]:
-    """Returns the metric of answers that are drawn ahead or by servers."""
-    is_shown = run.ahead is not None or run.config.rollout.servers
-    return {"rollout_staleness": float(run.staleness)} if is_shown else {}
+def staleness_of(run: Run, *, samples: Samples) -> dict[str, float]:
+    """Returns the age of the weights that drew the tokens, in rollouts: the mean and the largest over all ranks. A collective call.
+
+    No metrics where nothing is drawn ahead or by servers.
+    """
+    if samples.steps is None or (run.ahead is None and not run.config.rollout.servers):
+        return {}
+    mask = samples.answer_mask
+    ages = (run.actor.global_steps - samples.steps)[mask].double() / run.buffer.updates
+    own = torch.stack([ages.sum(), mask.sum().double(), ages.max() if len(ages) else ages.new_zeros(())])
+    ranks = run.process.mesh.gather_scalars(own.to(run.process.device), label="staleness").cpu()
+    mean = ranks[:, 0].sum() / ranks[:, 1].sum().clamp(min=1)
+    return {"rollout_staleness": mean.item(), "rollout_staleness_max": ranks[:, 2].max().item()}
 
 
 def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:

@@ -46,7 +46,7 @@ def choose_rollouts(config: Config, *, machine: Machine) -> None:
 def _needs_trainer(config: Config, *, machine: Machine) -> str | None:
     """Returns why the trainer's forward has to draw, or None if the inference engine can."""
     rollout = config.rollout
-    if rollout.ahead or rollout.servers:
+    if rollout.staleness or rollout.servers:
         return None
     is_exact = "rollout.identity" in config.given and rollout.identity is RolloutIdentity.exact
     if is_exact and any(one.is_generators for one in _inexact(config, machine=machine, generates=True)):
@@ -90,9 +90,10 @@ def _inexact(config: Config, *, machine: Machine, generates: bool | None = None)
     for name, value in dropouts_of(model).items():
         reason = f"{name}={value:g} in its config.json, and only the trainer's forward applies this dropout"
         yield _Inexact(f"model.path={model.path}", reason, "0 there")
-    if config.rollout.ahead:
-        reason = "answers are drawn with weights of one rollout before"
-        yield _Inexact("rollout.ahead=1", reason, "rollout.ahead=0", is_generators=True)
+    if config.rollout.staleness:
+        reason = "answers are drawn with weights of earlier rollouts"
+        key = f"rollout.staleness={config.rollout.staleness}"
+        yield _Inexact(key, reason, "rollout.staleness=0", is_generators=True)
     if config.rollout.engine is RolloutEngineName.generator if generates is None else generates:
         yield from _inexact_generator(config, machine=machine)
 
@@ -134,8 +135,8 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if config.rollout.identity is RolloutIdentity.exact:
         for key, reason, fix, _ in _inexact(config, machine=machine):
             yield f"{key}: {reason}, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off, or {fix}"
-    if config.rollout.ahead:
-        yield from _ahead_faults(config, machine=machine)
+    if config.rollout.staleness:
+        yield from _staleness_faults(config, machine=machine)
 
 
 def _layout_faults(config: Config) -> Iterator[str]:
@@ -169,18 +170,20 @@ def _layout_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    rollout = config.rollout
+def _staleness_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    rollout, key = config.rollout, f"rollout.staleness={config.rollout.staleness}"
     if rollout.servers:
         return
     if rollout.engine is RolloutEngineName.trainer or device_of(config, machine=machine) != "cpu":
         where = "on a GPU" if device_of(config, machine=machine) != "cpu" else "with rollout.engine=trainer"
         yield (
-            f"rollout.ahead=1: {where} answers are drawn with the weights that are updated; use rollout.engine=generator and "
-            "launch.device=cpu, which draws with a copy, or rollout.ahead=0"
+            f"{key}: {where} answers are drawn with the weights that are updated; use rollout.engine=generator and "
+            "launch.device=cpu, which draws with a copy, or rollout.servers, or rollout.staleness=0"
         )
     if (rollout.tensor or 1) > 1:
-        yield f"rollout.ahead=1: ranks that share a copy draw together; use rollout.tensor=1, or rollout.ahead=0, instead of {rollout.tensor}"
+        yield f"{key}: ranks that share a copy draw together; use rollout.tensor=1 instead of {rollout.tensor}, or rollout.staleness=0"
+    if (rollout.staleness or 0) > 1:
+        yield f"{key}: a rank keeps one copy of the weights, which one rollout uses; use rollout.staleness=1, or rollout.servers"
 
 
 def _data_faults(config: Config) -> Iterator[str]:

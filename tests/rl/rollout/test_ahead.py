@@ -1,4 +1,4 @@
-"""`rollout.ahead=1`: a rollout is drawn with the weights from before the updates that run meanwhile, and the loss is corrected for it."""
+"""`rollout.staleness=1`: a rollout is drawn with the weights from before the updates that run meanwhile, and the loss is corrected for it."""
 
 import importlib
 import signal
@@ -31,7 +31,7 @@ PLAYED = ("rollout.environment=tests.rl.rollout.played:Twice", *LONG)
 
 
 def config_ahead(*overrides: str, folder, lr: float = 3e-3, **options):
-    config = config_of("grpo", "rollout.ahead=1", *overrides, folder=folder, **options)
+    config = config_of("grpo", "rollout.staleness=1", *overrides, folder=folder, **options)
     config.optimizer.lr, config.rollout.stop_truncated_above = lr, None
     if overrides:
         config.reward.function = None
@@ -190,23 +190,26 @@ def test_an_error_of_the_run_ends_the_rollout_that_is_drawn(ranks, tmp_path):
     assert ranks(1).run(play_stopped, config=config_ahead(folder=tmp_path)) == [("ArithmeticError: no update", [])]
 
 
-def test_a_rollout_stays_until_the_next_one_begins():
+def test_rollouts_stay_in_order_until_they_are_dropped():
     held, gate = Ahead(), threading.Event()
-    assert held.wait() is None and held.state_dict(gather=lambda value: [value], updates=1) is None
-    drawn = object()
+    assert held.first() is None and held.state_dict(gather=lambda value: [value], updates=1) == []
+    held.drop()
+    drawn, second = object(), object()
     held.start(lambda: (gate.wait(10), drawn)[1])
-    held.check()  # returns while it is under way
+    held.start(lambda: second)
+    held.check()  # returns while the first is under way
     gate.set()
-    assert held.wait() is drawn and held.wait() is drawn
-    held.start(None)
-    assert held.wait() is None
+    assert held.first() is drawn and held.first() is drawn and held.wait() == [drawn, second]
+    held.drop()
+    assert held.first() is second and len(held) == 1
+    held.drop()
 
     def fails():
         raise EnvironmentFault("mine")
 
     held.start(fails)
     with pytest.raises(EnvironmentFault, match="mine"):
-        held.wait()
+        held.first()
 
 
 def test_a_run_that_ends_while_a_rollout_is_drawn_shows_its_exception():
@@ -232,21 +235,25 @@ def composed(*words: str):
 
 
 def test_engine_identity_and_correction_follow_from_it():
-    rollout = composed("rollout.ahead=1").rollout
+    rollout = composed("rollout.staleness=1").rollout
     assert (rollout.engine, rollout.identity) == (RolloutEngineName.generator, RolloutIdentity.corrected)
     assert rollout.correction is CorrectionName.token_truncate and rollout.correction_max == 2.0
     rollout = composed().rollout
-    assert (rollout.ahead, rollout.engine, rollout.identity) == (0, RolloutEngineName.generator, RolloutIdentity.exact)
+    assert (rollout.staleness, rollout.engine, rollout.identity) == (
+        0,
+        RolloutEngineName.generator,
+        RolloutIdentity.exact,
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("rollout.identity=exact", "rollout.ahead=1: answers are .* so rollout.identity=exact cannot be promised; use"),
-        ("rollout.engine=trainer", "rollout.ahead=1: with rollout.engine=trainer answers are drawn with the weights that are updated"),
-        ("rollout.tensor=2 launch.ranks=2", "use rollout.tensor=1, or rollout.ahead=0"),
+        ("rollout.identity=exact", "rollout.staleness=1: answers are .* so rollout.identity=exact cannot be promised; use"),
+        ("rollout.engine=trainer", "rollout.staleness=1: with rollout.engine=trainer answers are drawn with the weights that are updated"),
+        ("rollout.tensor=2 launch.ranks=2", "use rollout.tensor=1 instead of 2, or rollout.staleness=0"),
     ],
 )  # fmt: skip
 def test_what_cannot_draw_ahead_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
-        composed("rollout.ahead=1", *words.split())
+        composed("rollout.staleness=1", *words.split())

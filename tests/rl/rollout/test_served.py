@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
-from tests.serve.test_server import start
+from tests.serve.test_server import start, wait_until
 from ztk.config import ConfigError, Machine, compose
 from ztk.inference import SamplingParams
 from ztk.nn import Decoder, DecoderConfig
@@ -21,6 +22,7 @@ from ztk.serve.tokenizers import Bytes
 from ztk.serve.weights import Expected, Incoming
 
 EXACT = ("rollout.engine=generator", "rollout.identity=exact")
+STALENESS = ("rollout_staleness", "rollout_staleness_max")
 NO_SIZES = ("name", "path", "init", "kernels")
 
 
@@ -44,7 +46,7 @@ def served(config, *, folder, count=2, api_key=None):
 
 
 @pytest.mark.parametrize(
-    ("task", "words", "count", "stage"), [("grpo", EXACT, 2, 3), ("ppo", ("rollout.ahead=1",), 1, 0)]
+    ("task", "words", "count", "stage"), [("grpo", EXACT, 2, 3), ("ppo", ("rollout.staleness=1",), 1, 0)]
 )
 def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, words, count, stage):
     config = config_of(task, *words, folder=tmp_path / "own", ranks=count, zero__stage=stage)
@@ -53,16 +55,33 @@ def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, w
         where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
         other = config_of(task, *words, folder=tmp_path / "served", ranks=count, zero__stage=stage, **where)
         ranks(count).run(play, config=other)
-    rows, ahead = rows_of(tmp_path / "served"), "rollout.ahead=1" in words
-    staleness = [row.pop("rollout_staleness") for row in rows]
-    assert staleness == ([0, 0, 2, 2] if ahead else [0] * 4)  # two optimizer steps per rollout
-    assert rows == [without(row, "rollout_staleness") for row in rows_of(tmp_path / "own")]
+    rows, ahead = rows_of(tmp_path / "served"), "rollout.staleness=1" in words
+    assert [row["rollout_staleness"] for row in rows] == ([0, 0, 1, 1] if ahead else [0] * 4)
+    own = rows_of(tmp_path / "own")
+    assert rows == own if ahead else [without(row, *STALENESS) for row in rows] == own
     assert all(("rollout_k3" in row) == ahead and (ahead or row["rollout_differing"] == 0) for row in rows)
     assert not (tmp_path / "served" / "served_weights").exists()
 
 
-def without(row, name):
-    return {own: value for own, value in row.items() if own != name}
+def test_two_rollouts_ahead_have_tokens_of_their_versions_and_a_resumed_run_goes_on(ranks, tmp_path):
+    options = {"ranks": 2, "train__steps": 8, "rollout__servers_wait": 60.0}
+    config = config_of("grpo", folder=tmp_path / "a", ranks=2)
+    with served(config, folder=tmp_path) as urls:
+        options |= {"rollout__servers": urls}
+        words = ("rollout.staleness=2", "rollout.servers=[http://a:8000]")
+        config = config_of("grpo", *words, folder=tmp_path / "a", checkpoint__every=4, **options)
+        ranks(2).run(play, config=config)
+        saved = str(tmp_path / "a" / "checkpoints" / "step-000004")
+        ranks(2).run(play, config=config_of("grpo", *words, folder=tmp_path / "b", checkpoint__resume=saved, **options))
+    for rows in (rows_of(tmp_path / "a"), rows_of(tmp_path / "b")):
+        last = rows[-1]
+        assert 0 < last["rollout_staleness"] <= last["rollout_staleness_max"] <= 2
+        assert last["rollout_k3"] > 0 and last["step"] == 8
+    assert [row["rollout_staleness_max"] for row in rows_of(tmp_path / "a")[:4]] == [0, 0, 1, 1]
+
+
+def without(row, *names):
+    return {own: value for own, value in row.items() if own not in names}
 
 
 class Stub(ThreadingHTTPServer):
@@ -123,7 +142,8 @@ class Handler(BaseHTTPRequestHandler):
         for number, (prompt, key) in enumerate(zip(asked["prompt"], asked["draw_keys"], strict=True)):
             values = {"token_logprobs": [-1.0, -2.0], "processed_token_logprobs": [-1.5, -2.5]}
             found = {"index": number, "token_ids": [key, len(prompt)], "finish_reason": "length", "logprobs": values}
-            choices.append(found | ({} if version is None else {"versions": [{"version": version, "tokens": 2}]}))
+            runs = [{"version": own, "tokens": 1} for own in (version, server.version)]
+            choices.append(found | ({} if version is None else {"versions": runs}))
         return self.reply({"choices": choices})
 
 
@@ -196,6 +216,32 @@ def test_a_server_that_fails_loses_no_prompt_and_comes_back(tmp_path, fault):
             time.sleep(0.01)
 
 
+def test_answers_under_way_go_on_with_newer_weights_and_have_the_version_of_each_token(tmp_path):
+    gate = threading.Event()
+    stub = Stub(answers=lambda server: gate.wait(60))
+    with fleet_of(stub, tmp_path=tmp_path) as fleet, ThreadPoolExecutor(2) as pool:
+        earlier = pool.submit(fleet.generate, [[1]], sampling=[SamplingParams(draw_key=7)], oldest="v1")
+        wait_until(lambda: len(stub.asked) == 1)
+        fleet.publish("v2", folder=tmp_path)
+        wait_until(lambda: stub.version == "v2")
+        later = pool.submit(fleet.generate, [[2]], sampling=[SamplingParams(draw_key=8)])
+        wait_until(lambda: len(stub.asked) == 2)
+        gate.set()
+        [answer], [other] = earlier.result(30), later.result(30)
+    assert (answer.tokens, answer.versions) == ([7, 1], ["v1", "v2"])
+    assert (other.tokens, other.versions) == ([8, 1], ["v2", "v2"])
+
+
+def test_an_answer_by_older_weights_than_allowed_is_drawn_again(tmp_path):
+    stub = Stub()
+    stub.answers = first(1, then=lambda server: setattr(server, "version", "v1") or True)
+    with fleet_of(stub, tmp_path=tmp_path) as fleet:
+        wait_until(lambda: stub.version == "v1")
+        fleet.publish("v2", folder=tmp_path)
+        assert drawn_by(fleet) == EXPECTED
+    assert stub.taken == ["v1", "v2", "v2"]
+
+
 def test_a_server_that_hangs_is_replaced(tmp_path):
     gone = threading.Event()
     stubs = Stub(answers=lambda server: gone.wait(60)), Stub()
@@ -206,8 +252,8 @@ def test_a_server_that_hangs_is_replaced(tmp_path):
 
 
 def test_without_a_server_the_run_ends_with_the_reasons(tmp_path):
-    words, stub = r"none has answered for 1 s \(http://127.*RemoteDisconnected", Stub(answers=lambda server: False)
-    with fleet_of(stub, tmp_path=tmp_path, patience=1.0) as fleet, pytest.raises(ServersLost, match=words):
+    words, stub = r"none has answered for 4 s \(http://127.*RemoteDisconnected", Stub(answers=lambda server: False)
+    with fleet_of(stub, tmp_path=tmp_path, patience=4.0) as fleet, pytest.raises(ServersLost, match=words):
         drawn_by(fleet)
 
 

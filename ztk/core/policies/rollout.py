@@ -326,11 +326,12 @@ class RolloutConfig:
         acts=_ASKS,
         changes=Changes.nothing,
     )
-    ahead: int | None = key(
-        "1: while the policy is updated on a rollout, the next one is drawn on a thread, with a copy of the weights from before these updates; "
-        "needs rollout.engine=generator on a CPU, and rollout.identity=corrected or off",
+    staleness: int | None = key(
+        "rollouts that are drawn while the policy is updated on an earlier one, so that the weights of a token are at most so many rollouts "
+        "older than those it trains; needs rollout.identity=corrected or off, and rollout.servers or, for 1, rollout.engine=generator on a CPU",
         default=0,
-        range=Range(low=0, high=1),
+        range=COUNT_OR_ZERO,
+        was="rollout.ahead",
     )
     identity: RolloutIdentity | None = key(
         "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "

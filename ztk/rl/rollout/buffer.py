@@ -26,7 +26,8 @@ class Samples:
     log-probabilities of the answer's tokens when they were sampled, float32 [S, T], 0 elsewhere.
     rewards: float64 [S]. included: whether the sample has a reward, bool [S].
     kept: the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool
-    [S, T], or None without an environment. experts: the inference engine's choices for each token in each layer with experts, int16
+    [S, T], or None without an environment. steps: optimizer steps of the weights that drew the token, int64 [S, T], 0 elsewhere, or None if
+    nobody needs them. experts: the inference engine's choices for each token in each layer with experts, int16
     [S, T, layers, choices], or None if they were not kept.
     """
 
@@ -41,6 +42,7 @@ class Samples:
     included: Tensor
     kept: Kept | None = None
     observed: Tensor | None = None
+    steps: Tensor | None = None
     experts: Tensor | None = None
 
     def __len__(self) -> int:

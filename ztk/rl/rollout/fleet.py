@@ -5,11 +5,11 @@ has a thread, its keeper, that sends it the newest weights whenever it has other
 """
 
 import http.client
+import itertools
 import json
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +39,13 @@ class ServerFault(ValueError):
     """A server that cannot draw for this run, whatever happens."""
 
 
+@dataclass(kw_only=True)
+class Answer(Completion):
+    """versions: names of the weights that drew each token."""
+
+    versions: list[str]
+
+
 @dataclass(kw_only=True, eq=False)
 class _Server:
     """version: name of its weights, or None if it is unknown or the server is gone. rows: under way. error: the last one.
@@ -60,7 +67,7 @@ class _Server:
 
 @dataclass(kw_only=True, eq=False)
 class _Asked:
-    """A request to a server. connection: open while it is under way."""
+    """A request to a server. version: that the server had. connection: open while it is under way."""
 
     part: "_Part"
     server: _Server
@@ -71,18 +78,19 @@ class _Asked:
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Rows with one prompt. asked: requests for them that are under way."""
+    """Rows with one prompt. oldest: number of the first version that may draw. asked: requests for them that are under way."""
 
     rows: list[int]
     body: bytes
     prefix: tuple[int, ...]
-    found: list[Completion] | None = None
+    oldest: int = 0
+    found: list[Answer] | None = None
     asked: list[_Asked] = field(default_factory=list)
     failures: int = 0
 
 
 class Fleet:
-    """The servers of a run. `generate` has the interface of a `Generator`.
+    """The servers of a run. `generate` may be called in several threads; servers with room serve earlier calls first.
 
     api_key: the key of all of them. patience_seconds: without a server that answers. parameters: shapes by name, which the servers' models
     must have. sends: gives servers the newest weights; on one rank. The others wait for that.
@@ -102,6 +110,10 @@ class Fleet:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._changed = threading.Condition()
         self._version: str | None = None
+        self._numbers = dict[str, int]()  # of all versions so far, in order
+        self._open = dict[int, list[_Part]]()  # by the number of their call
+        self._calls = itertools.count()
+        self._heard = 0.0  # time of the latest answer, or of a call without others
         self._folder: Path | None = None
         self._fault: Exception | None = None
         self._homes: dict[tuple[int, ...], _Server] = {}
@@ -115,9 +127,12 @@ class Fleet:
             keeper.start()
 
     def publish(self, version: str, *, folder: Path | None) -> None:
-        """Draws with these weights from now on. folder: has their safetensors, on the rank that sends, until the next call."""
+        """Draws with these weights from now on, and goes on with them where answers have begun. folder: has their safetensors, on the rank that
+        sends, until the next call.
+        """
         with self._changed:
             self._version, self._folder = version, folder
+            self._numbers.setdefault(version, len(self._numbers))
             self._changed.notify_all()
 
     @property
@@ -144,31 +159,32 @@ class Fleet:
         for keeper in self._keepers:
             keeper.join(timeout=_PROBE_SECONDS)
 
-    def generate(self, prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """One answer to each prompt, all by the newest weights.
+    def generate(
+        self, prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams], oldest: str | None = None
+    ) -> list[Answer]:
+        """One answer to each prompt. oldest: first of the versions that may draw, by default the newest one.
 
         Raises:
             ServersLost: no server has answered for the time of `patience_seconds`.
             ServerFault: a server refuses a request, or has another model.
         """
-        parts = _parts_of(prompts, sampling=sampling)
-        waiting, heard = deque(parts), time.monotonic()
+        call = next(self._calls)
         with self._changed:
+            first = len(self._numbers) - 1 if oldest is None else self._numbers[oldest]
+            parts = _parts_of(prompts, sampling=sampling, oldest=first)
+            if not self._open:
+                self._heard = time.monotonic()
+            self._open[call] = parts
             try:
                 while any(part.found is None for part in parts):
                     if self._fault is not None:
                         raise self._fault
-                    waiting.extend(
-                        part for part in parts if part.found is None and not part.asked and part not in waiting
-                    )
-                    self._hand_out(waiting, parts=parts)
-                    done = sum(part.found is not None for part in parts)
+                    self._hand_out()
                     self._changed.wait(_BEAT_SECONDS)
-                    if sum(part.found is not None for part in parts) > done:
-                        heard = time.monotonic()
-                    if time.monotonic() - heard > self._patience:
+                    if time.monotonic() - self._heard > self._patience:
                         raise ServersLost(self._lost())
             finally:
+                del self._open[call]
                 for asked in [asked for part in parts for asked in part.asked]:
                     self._hang_up(asked)
         found = {row: one for part in parts for row, one in zip(part.rows, part.found or (), strict=True)}
@@ -183,28 +199,35 @@ class Fleet:
 
     # Requests. The caller holds the lock.
 
-    def _hand_out(self, waiting: deque[_Part], *, parts: Sequence[_Part]) -> None:
-        """Sends parts to servers with the newest weights, and late ones a second time."""
-        while waiting:
-            server = self._chosen(waiting[0])
+    def _hand_out(self) -> None:
+        """Sends parts to servers with weights that may draw them, earlier calls first, and late ones a second time."""
+        missing = [part for _, parts in sorted(self._open.items()) for part in parts if part.found is None]
+        for part in missing:
+            if part.asked:
+                continue
+            server = self._chosen(part)
             if server is None:
-                return
-            self._ask(waiting.popleft(), server=server)
+                break
+            self._ask(part, server=server)
         late = max(_SLOWER * self._slowest, 1.0) if self._slowest else _FIRST_SECONDS
         now = time.monotonic()
-        for part in parts:
-            if part.found is None and len(part.asked) == 1 and now - part.asked[0].began > late:
-                idle = [server for server in self._ready() if not server.rows and server is not part.asked[0].server]
+        for part in missing:
+            if len(part.asked) == 1 and now - part.asked[0].began > late:
+                idle = [one for one in self._ready(part) if not one.rows and one is not part.asked[0].server]
                 if not idle:
-                    return
+                    break
                 self._ask(part, server=idle[0])
 
-    def _ready(self) -> list[_Server]:
-        return [one for one in self._servers if self._version is not None and one.version == self._version]
+    def _ready(self, part: _Part) -> list[_Server]:
+        return [one for one in self._servers if self._number_of(one.version) >= part.oldest]
+
+    def _number_of(self, version: str | None) -> int:
+        """-1 without one of this run's."""
+        return -1 if version is None else self._numbers.get(version, -1)
 
     def _chosen(self, part: _Part) -> _Server | None:
         """The least loaded server, or the one that has drawn for the same beginning if it is about as loaded."""
-        ready = [one for one in self._ready() if not one.rows or one.rows + len(part.rows) <= _MOST]
+        ready = [one for one in self._ready(part) if not one.rows or one.rows + len(part.rows) <= _MOST]
         if not ready:
             return None
         least = min(ready, key=lambda one: one.rows)
@@ -212,13 +235,13 @@ class Fleet:
         return home if home in ready and home.rows <= least.rows + _ROWS else least
 
     def _ask(self, part: _Part, *, server: _Server) -> None:
-        assert self._version is not None, "a server is ready"
+        assert server.version is not None, "it is ready"
         if len(self._homes) > 1 << 16:
             self._homes.clear()
         self._homes[part.prefix] = server
         server.rows += len(part.rows)
         connection = self._connection(server, seconds=self._patience)
-        asked = _Asked(part=part, server=server, version=self._version, began=time.monotonic(), connection=connection)
+        asked = _Asked(part=part, server=server, version=server.version, began=time.monotonic(), connection=connection)
         part.asked.append(asked)
         threading.Thread(target=self._wait_for, args=(asked,), name="ztk-asked", daemon=True).start()
 
@@ -241,10 +264,11 @@ class Fleet:
     def _wait_for(self, asked: _Asked) -> None:
         part = asked.part
         error: Exception | None = None
-        found: list[Completion] = []
+        found: list[Answer] = []
         try:
             reply = self._called(asked.connection, "POST", "/v1/completions", body=part.body)
-            found = _completions(reply, count=len(part.rows), version=asked.version)
+            found = _answers(reply, count=len(part.rows))
+            self._check(found, part=part)
         except Exception as own:  # noqa: BLE001 - any fault is its server's
             error = own
             if isinstance(own, _Later):
@@ -255,6 +279,7 @@ class Fleet:
             if is_needed and error is None and part.found is None:
                 seconds, server = time.monotonic() - asked.began, asked.server
                 part.found, self._slowest = found, max(self._slowest, seconds)
+                self._heard = time.monotonic()
                 server.requests, server.seconds = server.requests + 1, server.seconds + seconds
                 server.answers += len(found)
                 server.tokens += sum(len(one.tokens) for one in found)
@@ -263,6 +288,15 @@ class Fleet:
             elif is_needed and error is not None:
                 self._fail(asked, error=error)
             self._changed.notify_all()
+
+    def _check(self, answers: Sequence[Answer], *, part: _Part) -> None:
+        """Raises ConnectionError for tokens of other weights than may draw."""
+        with self._changed:
+            for version in {version for one in answers for version in one.versions}:
+                if self._number_of(version) < part.oldest:
+                    raise ConnectionError(
+                        f"an answer was drawn with the weights {version}, which are none of this run's, or too old"
+                    )
 
     def _fail(self, asked: _Asked, *, error: Exception) -> None:
         server, part = asked.server, asked.part
@@ -394,13 +428,18 @@ def _message(text: bytes) -> str:
         return text[:200].decode(errors="replace")
 
 
-def _parts_of(prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams]) -> list[_Part]:
-    """The rows in requests of one prompt each."""
+def _parts_of(prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams], oldest: int) -> list[_Part]:
+    """The rows in requests of one prompt each. oldest: number of the first version that may draw."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
         groups.setdefault((tuple(prompt), own.max_tokens), []).append(row)
     return [
-        _Part(rows=own, body=_body(prompt, sampling=[sampling[row] for row in own]), prefix=prompt[:_AFFINE])
+        _Part(
+            rows=own,
+            body=_body(prompt, sampling=[sampling[row] for row in own]),
+            prefix=prompt[:_AFFINE],
+            oldest=oldest,
+        )
         for (prompt, _), rows in groups.items()
         for own in (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
     ]
@@ -431,20 +470,24 @@ def _body(prompt: Sequence[int], *, sampling: Sequence[SamplingParams]) -> bytes
     return json.dumps(fields).encode()
 
 
-def _completions(reply: Mapping[str, Any], *, count: int, version: str) -> list[Completion]:
-    """The answers of a reply. Raises ConnectionError if some were not drawn with the weights of `version`."""
+def _answers(reply: Mapping[str, Any], *, count: int) -> list[Answer]:
+    """The answers of a reply. Raises ConnectionError if some are missing, or lack the versions of their tokens."""
     choices = sorted(reply["choices"], key=lambda one: one["index"])
     if len(choices) != count:
         raise ConnectionError(f"{len(choices)} answers instead of {count}")
+    found = list[Answer]()
     for choice in choices:
-        if choice.get("versions") != [{"version": version, "tokens": len(choice["token_ids"])}]:
-            raise ConnectionError(f"an answer was drawn with the weights {choice.get('versions')} instead of {version}")
-    return [
-        Completion(
-            tokens=choice["token_ids"],
-            logprobs=torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32),
-            processed_logprobs=torch.tensor(choice["logprobs"]["processed_token_logprobs"], dtype=torch.float32),
-            finish_reason=choice["finish_reason"],
+        runs = choice.get("versions") or []
+        versions = [str(run["version"]) for run in runs for _ in range(run["tokens"])]
+        if len(versions) != len(choice["token_ids"]):
+            raise ConnectionError(f"an answer of {len(choice['token_ids'])} tokens was drawn with the weights {runs}")
+        found.append(
+            Answer(
+                tokens=choice["token_ids"],
+                logprobs=torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32),
+                processed_logprobs=torch.tensor(choice["logprobs"]["processed_token_logprobs"], dtype=torch.float32),
+                finish_reason=choice["finish_reason"],
+                versions=versions,
+            )
         )
-        for choice in choices
-    ]
+    return found

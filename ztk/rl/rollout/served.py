@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.cached import Merged, sampling_of, write_answers
-from ztk.rl.rollout.fleet import Fleet
+from ztk.rl.rollout.fleet import Answer, Fleet
 from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.weights import RolloutPolicy
 from ztk.train.engine import Engine
@@ -23,6 +24,7 @@ Save = Callable[[dict[str, Tensor], Path], None]
 class ServedRollouts:
     """Each rank asks the servers for its own answers. Rank 0 writes the weights of a step into files, one after the other, and sends them.
 
+    Rollouts that have begun go on with newer weights, so that servers have the newest ones alone. `Samples.steps` has the step of each token.
     Answers have the tokens that `CachedRollouts` draws where the servers compute with the same bits. Weights are written on the first samples
     after an optimizer step.
     """
@@ -53,13 +55,15 @@ class ServedRollouts:
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
         """Prepares draws as `Rollouts.turns` does. Draws may be made on another thread, while the engine steps."""
         sampling = sampling_of(policy, keys=requests.keys(seed=policy.seed, step=step), as_trainer=True)
-        self._publish()
+        oldest = self._publish()
 
         def draw(samples: Samples, limits: Tensor) -> None:
             rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
             prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
-            write_answers(self.fleet.generate(prompts, sampling=own), samples=samples, rows=rows)
+            answers = self.fleet.generate(prompts, sampling=own, oldest=oldest)
+            write_answers(answers, samples=samples, rows=rows)
+            _write_steps(answers, samples=samples, rows=rows, firsts=lengths)
 
         yield TurnDraws(draw=draw, go_on=bool)
 
@@ -69,13 +73,13 @@ class ServedRollouts:
         if self._leads:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _publish(self) -> None:
-        """Makes the weights of now the ones to draw with. A collective call."""
+    def _publish(self) -> str:
+        """Makes the weights of now the ones to draw with, and returns their version. A collective call."""
         engine = self._source.engine
+        version = f"{self._run}-{engine.global_steps}"
         if self._step == engine.global_steps:
-            return
+            return version
         self._step = engine.global_steps
-        version = f"{self._run}-{self._step}"
         folder, before = self._folder / version, [*self._folder.glob("*")] if self._leads else []
         if self._leads:
             folder.mkdir(parents=True)
@@ -93,3 +97,13 @@ class ServedRollouts:
         self.fleet.publish(version, folder=folder if self._leads else None)
         for old in before:
             shutil.rmtree(old, ignore_errors=True)
+        return version
+
+
+def _write_steps(answers: Sequence[Answer], *, samples: Samples, rows: Sequence[int], firsts: Sequence[int]) -> None:
+    """firsts: place of each row's first new token."""
+    if samples.steps is None:
+        samples.steps = torch.zeros_like(samples.tokens)
+    for row, answer in zip(rows, answers, strict=True):
+        steps = [int(version.rpartition("-")[2]) for version in answer.versions]
+        samples.steps[row, firsts[row] : firsts[row] + len(steps)] = torch.tensor(steps, dtype=torch.int64)
