@@ -155,7 +155,8 @@ class Output:
     processed_logprob: from the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
     raw log-probabilities, if requested. prompt_logprobs: come with an answer's first token, for the prompt's tokens from the second on, if
     requested. is_by_request: the fields of the request have caused the error, such as masks that allow no token.
-    version: name of the weights that drew the token, as in `Generator.switch`; None before the first call.
+    version: name of the weights that drew the token, as in `Generator.switch`; None before the first call. kept: the tokens that this one was
+    drawn from, as in `Completion`, int32 [kept].
     """
 
     request_id: int
@@ -169,6 +170,7 @@ class Output:
     prompt_logprobs: "list[PromptLogprob] | None" = None
     is_by_request: bool = False
     version: str | None = None
+    kept: Tensor | None = None
 
     @property
     def finished(self) -> bool:

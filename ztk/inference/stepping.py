@@ -195,6 +195,7 @@ class Stepper:
                 top_logprobs=drawn.top,
                 prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
                 version=self.version,
+                kept=drawn.kept,
             )
             if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
                 break

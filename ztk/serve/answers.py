@@ -1,5 +1,6 @@
 """Answers in OpenAI's format: complete, and as chunks of a stream."""
 
+import base64
 import functools
 import itertools
 from collections.abc import Collection, Sequence
@@ -240,8 +241,9 @@ class Answer:
         a null.
 
         OpenAI's fields have the model's own log-probabilities. `processed` values belong to the sampled distribution, after temperature,
-        penalties and truncation, and are null for a prompt's tokens. text_offset: start of each token in the choice's text; several
-        tokens of one character have the offset of the character.
+        penalties and truncation, and are null for a prompt's tokens. text_offset: start of each token in the choice's text; several tokens of
+        one character have the offset of the character. kept_token_ids, kept_counts: the tokens that each one was drawn from, with
+        `fp32_logprobs` and top_k, top_p or min_p: int32 in base64, little-endian, for one token after another.
         """
         if self._shape.chat:
             return {"content": [self._chat_token(output) for output, _ in drawn]}
@@ -263,7 +265,7 @@ class Answer:
             "processed_token_logprobs": processed,
             "top_logprobs": tops,
             "text_offset": offsets,
-        }
+        } | _kept([output for output, _ in drawn])
 
     def _prompt_offsets(self) -> list[int]:
         stream, offsets = TextStream(self._tokenizer), []
@@ -294,6 +296,15 @@ class Answer:
     def _token(self, token: int, value: float) -> dict:
         own = self._tokenizer.token_bytes(token)
         return {"token": self._name(token), "logprob": value, "bytes": None if own is None else list(own)}
+
+
+def _kept(drawn: Sequence[Output]) -> dict:
+    """Returns the tokens that a trainer's draws were made from, or nothing if a draw was made from all."""
+    kept = [output.kept for output in drawn if output.kept is not None]
+    if not kept or len(kept) < len(drawn):
+        return {}
+    data = b"".join(one.numpy().astype("<i4", copy=False).tobytes() for one in kept)
+    return {"kept_token_ids": base64.b64encode(data).decode(), "kept_counts": [len(one) for one in kept]}
 
 
 def _versions(drawn: Sequence[Output]) -> dict:

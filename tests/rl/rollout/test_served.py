@@ -46,7 +46,13 @@ def served(config, *, folder, count=2, api_key=None):
 
 
 @pytest.mark.parametrize(
-    ("task", "words", "count", "stage"), [("grpo", EXACT, 2, 3), ("ppo", ("rollout.staleness=1",), 1, 0)]
+    ("task", "words", "count", "stage"),
+    [
+        ("grpo", EXACT, 2, 3),
+        ("ppo", ("rollout.staleness=1",), 1, 0),
+        ("grpo", (*EXACT, "rollout.top_k=40", "rollout.top_p=0.9", "rollout.min_p=0.01"), 1, 0),
+    ],
+    ids=["grpo", "ppo ahead", "cut"],
 )
 def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, words, count, stage):
     config = config_of(task, *words, folder=tmp_path / "own", ranks=count, zero__stage=stage)
@@ -242,6 +248,12 @@ def test_an_answer_by_older_weights_than_allowed_is_drawn_again(tmp_path):
     assert stub.taken == ["v1", "v2", "v2"]
 
 
+def test_a_server_that_sends_no_kept_tokens_is_named(tmp_path):
+    words, sampling = "does not send the tokens that rollout.top_k", [SamplingParams(top_k=5)]
+    with fleet_of(Stub(), tmp_path=tmp_path) as fleet, pytest.raises(ServerFault, match=words):
+        fleet.generate([[1]], sampling=sampling)
+
+
 def test_a_server_that_hangs_is_replaced(tmp_path):
     gone = threading.Event()
     stubs = Stub(answers=lambda server: gone.wait(60)), Stub()
@@ -273,10 +285,10 @@ def test_a_server_that_cannot_draw_is_named(tmp_path, stub, words):
 
 def test_what_servers_cannot_do_is_refused(tmp_path):
     given = ("task=grpo", "launch.device=cpu", "launch.ranks=2")
-    odd = ("rollout.servers=[a:8000]", "rollout.top_k=5", "topology=tp2")
+    odd = ("rollout.servers=[a:8000]", "topology=tp2")
     with pytest.raises(ConfigError) as refused:
         compose(*given, *odd, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
-    for words in ("[a:8000]: must be addresses such as", "rollout.top_k=5 with rollout.servers", "use topology=dp"):
+    for words in ("[a:8000]: must be addresses such as", "use topology=dp"):
         assert words in str(refused.value)
     with pytest.raises(ConfigError, match="rollout.engine=generator"):
         own = ("rollout.servers=[http://a:8000]", "rollout.engine=trainer")

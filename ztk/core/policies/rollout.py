@@ -215,9 +215,6 @@ def _server_faults(config: "Config") -> Iterator[str]:
         return
     if (rollout.tensor or 1) > 1:
         yield f"rollout.tensor={rollout.tensor} with rollout.servers: the servers divide their model, by topology.tensor; use rollout.tensor=1"
-    for name, plain in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if (value := getattr(rollout, name)) is not None and value != plain:
-            yield f"rollout.{name}={value:g} with rollout.servers: the tokens that a cut keeps are not sent; use rollout.{name}={plain:g}"
     if config.model.experts is not None and rollout.experts is not RolloutExperts.own:
         yield "rollout.experts=replay with rollout.servers: chosen experts are not sent; use rollout.experts=own"
 

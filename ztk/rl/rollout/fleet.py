@@ -4,6 +4,7 @@ An answer depends on the weights, its prompt and the key of its random numbers a
 has a thread, its keeper, that sends it the newest weights whenever it has others: after an update, a loss or a restart.
 """
 
+import base64
 import http.client
 import itertools
 import json
@@ -18,8 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 
 from ztk.inference import Completion, SamplingParams
+from ztk.inference.sample import cut_of
 
 _ROWS, _MOST = 32, 64  # answers of one request, and those under way at one server
 _BEAT_SECONDS, _PROBE_SECONDS = 0.2, 10.0  # between looks at a server, and until one counts as gone
@@ -78,12 +81,15 @@ class _Asked:
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Rows with one prompt. oldest: number of the first version that may draw. asked: requests for them that are under way."""
+    """Rows with one prompt. oldest: number of the first version that may draw. cuts: they are drawn from a part of the tokens. asked: requests
+    for them that are under way.
+    """
 
     rows: list[int]
     body: bytes
     prefix: tuple[int, ...]
     oldest: int = 0
+    cuts: bool = False
     found: list[Answer] | None = None
     asked: list[_Asked] = field(default_factory=list)
     failures: int = 0
@@ -267,7 +273,7 @@ class Fleet:
         found: list[Answer] = []
         try:
             reply = self._called(asked.connection, "POST", "/v1/completions", body=part.body)
-            found = _answers(reply, count=len(part.rows))
+            found = _answers(reply, count=len(part.rows), cuts=part.cuts)
             self._check(found, part=part)
         except Exception as own:  # noqa: BLE001 - any fault is its server's
             error = own
@@ -439,6 +445,7 @@ def _parts_of(prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams
             body=_body(prompt, sampling=[sampling[row] for row in own]),
             prefix=prompt[:_AFFINE],
             oldest=oldest,
+            cuts=not cut_of(sampling[own[0]]).keeps_all,
         )
         for (prompt, _), rows in groups.items()
         for own in (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
@@ -460,9 +467,9 @@ def _body(prompt: Sequence[int], *, sampling: Sequence[SamplingParams]) -> bytes
         "stop": [],
         "logprobs": 0,
         "return_token_ids": True,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
+        "top_k": one.top_k,
+        "top_p": one.top_p,
+        "min_p": one.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
@@ -470,8 +477,11 @@ def _body(prompt: Sequence[int], *, sampling: Sequence[SamplingParams]) -> bytes
     return json.dumps(fields).encode()
 
 
-def _answers(reply: Mapping[str, Any], *, count: int) -> list[Answer]:
-    """The answers of a reply. Raises ConnectionError if some are missing, or lack the versions of their tokens."""
+def _answers(reply: Mapping[str, Any], *, count: int, cuts: bool) -> list[Answer]:
+    """The answers of a reply. cuts: they have the tokens that top-k, top-p and min-p kept.
+
+    Raises ConnectionError if some are missing, or lack the versions of their tokens, and ServerFault as `_kept_of`.
+    """
     choices = sorted(reply["choices"], key=lambda one: one["index"])
     if len(choices) != count:
         raise ConnectionError(f"{len(choices)} answers instead of {count}")
@@ -487,7 +497,20 @@ def _answers(reply: Mapping[str, Any], *, count: int) -> list[Answer]:
                 logprobs=torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32),
                 processed_logprobs=torch.tensor(choice["logprobs"]["processed_token_logprobs"], dtype=torch.float32),
                 finish_reason=choice["finish_reason"],
+                kept=_kept_of(choice["logprobs"], count=len(versions)) if cuts else None,
                 versions=versions,
             )
         )
     return found
+
+
+def _kept_of(logprobs: Mapping[str, Any], *, count: int) -> list[Tensor]:
+    """Raises ServerFault for a server that does not send the tokens that its cut kept."""
+    if len(counts := logprobs.get("kept_counts", ())) != count:
+        raise ServerFault(
+            "rollout.servers: a server does not send the tokens that rollout.top_k, top_p and min_p kept; start it with this version of ztk"
+        )
+    data = bytearray(base64.b64decode(logprobs.get("kept_token_ids", "")))
+    return list(
+        (torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)).split(counts)
+    )
