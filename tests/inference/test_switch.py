@@ -133,6 +133,9 @@ def switched_on_ranks(process: ztk.Process) -> list:
             drawn.setdefault(output.request_id, []).append(output)
     with pytest.raises(ValueError, match="is not finite"):
         generator.switch("broken", version="v0")
+    generator.prepare("new")  # a step goes on next to it
+    for output in generator.step():
+        drawn.setdefault(output.request_id, []).append(output)
     generator.switch("new", version="v1")
     run_to_end(generator, drawn=drawn)
     generator.close()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -190,6 +191,34 @@ def test_requests_under_load_have_the_tokens_of_their_versions(running):
                 assert expected.logprobs.tolist() == pytest.approx(logprobs[own], rel=1e-6)
                 place = own.stop
             assert place == len(tokens) == 60
+
+
+@pytest.mark.parametrize("on_update", ["finish", "continue"])
+def test_requests_are_answered_while_new_weights_are_read(tmp_path, on_update):
+    """A request that begins and ends between the beginning and the end of the reading."""
+    opened, reads, gate = tiny(tokenizer=Bytes()), threading.Event(), threading.Event()
+    expected = Expected.of(opened)
+
+    @contextmanager
+    def slowly(folder):
+        reads.set()
+        assert gate.wait(60)
+        with expected.opened(folder) as source:
+            yield source
+
+    incoming, state = Incoming(expected, folder=str(tmp_path)), other(17)
+    running = start(opened=opened, incoming=incoming, open_weights=slowly)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(sent, running, "v1", state, on_update=on_update)
+            assert reads.wait(60)
+            assert [versions for *_, versions in drawn_by(running)] == [None] * len(PROMPTS)
+            gate.set()
+            assert taken.result().status_code == 200
+        assert drawn_alone(state) == without_versions(drawn_by(running))
+    finally:
+        gate.set()
+        running.stop()
 
 
 def module_of(state):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 import torch
@@ -115,6 +116,7 @@ class Generator:
         self._unclaimed: list[Output] = []  # of requests without an inbox, returned by the next `step`
         self._cancelled: deque[int] = deque()  # requests that end before the next step
         self._closed = False
+        self._next: _Next | None = None  # weights that are read for `switch`
         self.opening_seconds = time.perf_counter() - started  # copies of layers, checks, a plan
 
     # Complete answers
@@ -310,16 +312,28 @@ class Generator:
             self._replace(model)
             self._scheduler.slots.forget()
 
+    def prepare(self, folder: str) -> Future[None]:
+        """Begins to read the weights of `folder` on every rank, in a thread, next to the model that goes on computing; `switch` takes them then
+        at once. Until then each rank has its part of both models, and one full tensor at a time.
+
+        Between two steps, on the first rank, while the others `follow`. Returns a future that is done when this rank has read them, or could
+        not. Raises RuntimeError as `switch`.
+        """
+        self._check_switch()
+        with self._lock:
+            if isinstance(self._computing, Leading):
+                self._computing.prepare(folder)
+            return self._prepare(folder).done
+
     def switch(self, folder: str, *, version: str) -> None:
         """Between two steps, takes the weights of `folder`, all of them or none. Requests under way go on with them: the tokens that they have
-        stay, and keys and values are computed again. On the first rank, while the others `follow`.
+        stay, and keys and values are computed again. On the first rank, while the others `follow`. Reads the weights, unless `prepare` has.
 
         Raises:
             RuntimeError: layers are streamed, or the generator was made without `open_weights`.
             ValueError: weights that do not fit the model, or are not finite. The old ones stay.
         """
-        if self._streamed is not None or self._open_weights is None:
-            raise RuntimeError("switch: make a Generator with open_weights and without offload")
+        self._check_switch()
         with self._lock:
             self._end_cancelled()
             if isinstance(self._computing, Leading):
@@ -394,7 +408,7 @@ class Generator:
         """
         assert self._ranks is not None and self.follows, "a rank that follows"
         with computing(self._ranks):
-            follow(self._computing, ranks=self._ranks, switch=self._switch)
+            follow(self._computing, ranks=self._ranks, prepare=self._prepare, switch=self._switch)
 
     def dismiss(self) -> None:
         """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
@@ -414,16 +428,29 @@ class Generator:
 
     # Parts
 
+    def _check_switch(self) -> None:
+        if self._streamed is not None or self._open_weights is None:
+            raise RuntimeError("switch: make a Generator with open_weights and without offload")
+
+    def _prepare(self, folder: str) -> "_Next":
+        """On every rank: begins to read the weights of `folder`, in place of others that were not taken."""
+        assert self._open_weights is not None, "`prepare` and `switch` have checked it"
+        open_weights, like = self._open_weights, self._model
+
+        def build() -> Model:
+            with open_weights(folder) as source:
+                return self._opening.reopened(source, like=like, subject=self._subject)
+
+        self._next = _Next(folder, build=build)
+        return self._next
+
     def _switch(self, folder: str) -> Exception | None:
         """On every rank: takes the weights of `folder`, unless a rank cannot; returns that error. Raises PeerLost."""
-        assert self._open_weights is not None, "`switch` has checked it"
-        model: Model | None = None
-        error: Exception | None = None
-        try:
-            with self._open_weights(folder) as source:
-                model = self._opening.reopened(source, like=self._model, subject=self._subject)
-        except Exception as own:  # noqa: BLE001 - returned after the other ranks know
-            error = own
+        following, self._next = self._next, None
+        if following is None or following.folder != folder:
+            following = self._prepare(folder)
+            self._next = None
+        model, error = following.result()
         if self._ranks is not None:
             texts = self._ranks.gather(None if error is None else str(error))
             error = error or next((ValueError(text) for text in texts if text is not None), None)
@@ -526,3 +553,30 @@ class Generator:
                 self._unclaimed = [output for output in self._unclaimed if output.request_id not in ended]
             finally:
                 self._lock.release()
+
+
+class _Next:
+    """A model that a thread builds from the weights of a folder."""
+
+    def __init__(self, folder: str, *, build: Callable[[], Model]) -> None:
+        self.folder = folder
+        self.done: Future[None] = Future()
+        self._model: Model | None = None
+        self._build: Callable[[], Model] | None = build
+        self._thread = threading.Thread(target=self._run, name="ztk-weights", daemon=True)
+        self._thread.start()
+
+    def result(self) -> tuple[Model | None, Exception | None]:
+        """Waits for the model, or the error in its place."""
+        self._thread.join()
+        return self._model, self.done.exception()
+
+    def _run(self) -> None:
+        assert self._build is not None, "it has just begun"
+        error: Exception | None = None
+        try:
+            self._model = self._build()
+        except Exception as own:  # noqa: BLE001 - every rank learns of it in `switch`
+            error = own
+        self._build = None  # it holds the model before
+        self.done.set_result(None) if error is None else self.done.set_exception(error)

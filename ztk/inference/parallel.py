@@ -17,7 +17,7 @@ from ztk.inference.cache import Cache, Span
 from ztk.inference.ranks import Ranks, computing
 
 BEAT_SECONDS = 2.0  # interval of an idle leader's beats: followers wait for them, and they detect lost followers
-_BEAT, _END, _SWITCH = "beat", "end", "switch"  # messages that are no methods of `Computing`
+_BEAT, _END, _PREPARE, _SWITCH = "beat", "end", "prepare", "switch"  # messages that are no methods of `Computing`
 
 
 class Computing:
@@ -65,6 +65,10 @@ class Leading(Computing):
         """Notifies the followers that the leader is idle."""
         self._ranks.tell((_BEAT, [], {}))
 
+    def prepare(self, folder: str) -> None:
+        """Starts `Generator.prepare` on the followers."""
+        self._ranks.tell((_PREPARE, self.cache.take_log([]), {"folder": folder}))
+
     def switch(self, folder: str) -> None:
         """Starts `Generator.switch` on the followers."""
         self._ranks.tell((_SWITCH, self.cache.take_log([]), {"folder": folder}))
@@ -74,8 +78,9 @@ class Leading(Computing):
         self._ranks.tell((_END, [], {}))
 
 
-def follow(own: Computing, *, ranks: Ranks, switch: Callable[[str], object]) -> None:
-    """Computes this rank's part of the leader's steps, until the leader dismisses the others. switch: takes the weights of a folder.
+def follow(own: Computing, *, ranks: Ranks, prepare: Callable[[str], object], switch: Callable[[str], object]) -> None:
+    """Computes this rank's part of the leader's steps, until the leader dismisses the others. prepare: begins to read the weights of a folder.
+    switch: takes them.
 
     Raises:
         PeerLost: the leader is gone.
@@ -85,7 +90,7 @@ def follow(own: Computing, *, ranks: Ranks, switch: Callable[[str], object]) -> 
         if name == _END:
             return
         own.cache.repeat(log)
-        if name == _SWITCH:
-            switch(given["folder"])
+        if name in (_PREPARE, _SWITCH):
+            (prepare if name == _PREPARE else switch)(given["folder"])
         elif name != _BEAT:
             getattr(own, name)(**given)

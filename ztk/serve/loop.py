@@ -86,14 +86,23 @@ class OnUpdate(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Update:
-    """New weights. take: makes the engine compute with them. done: set afterwards."""
+    """New weights. prepare: begins to read them while requests are answered; they are taken when its future is done. take: makes the engine
+    compute with them. done: set afterwards.
+    """
 
     take: Callable[[], None]
     on_update: OnUpdate
+    prepare: Callable[[], Future[None]] | None = None
+    prepared: Future[None] | None = None
     done: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.done.set_running_or_notify_cancel()  # a client that leaves cancels nothing
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine may take them."""
+        return self.prepare is None or (self.prepared is not None and self.prepared.done())
 
 
 def deliver(items: Sequence[tuple[Job, Output | Restarted | Exception]]) -> None:
@@ -232,10 +241,12 @@ class EngineLoop:
     def _turn(self) -> None:
         """Runs queued commands and one step."""
         with self._wake:
-            if not self._commands and not self._updates and not self.generator.has_work:
+            waits = self._updates and not self._updates[0].is_due and self._updates[0].prepared is not None
+            if not self._commands and (waits or not self._updates) and not self.generator.has_work:
                 self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
         while self._commands:  # one at a time, so that the others remain after an error
             self._commands.popleft()()
+        self._prepare_updates()
         self._take_updates()
         if not self.generator.has_work:
             self.generator.beat()
@@ -246,10 +257,28 @@ class EngineLoop:
         self._hand_out(outputs)
         self.metrics.count("seconds", by=time.perf_counter() - started)
 
+    def _prepare_updates(self) -> None:
+        """Begins to read the oldest queued weights."""
+        update = self._updates[0] if self._updates else None
+        if update is None or update.prepare is None or update.prepared is not None:
+            return
+        try:
+            update.prepared = update.prepare()
+        except RuntimeError as error:
+            self._updates.popleft().done.set_exception(error)
+        else:
+            update.prepared.add_done_callback(self._notify)
+
+    def _notify(self, prepared: Future[None]) -> None:
+        with self._wake:
+            self._wake.notify()
+
     def _take_updates(self) -> None:
-        """Takes queued weights, unless requests must end before."""
-        while self._updates and (self._updates[0].on_update != OnUpdate.finish or not self.generator.has_work):
+        """Takes weights that were read, unless requests must end before."""
+        while self._updates and self._updates[0].is_due:
             update = self._updates[0]
+            if update.on_update == OnUpdate.finish and self.generator.has_work:
+                break
             try:
                 update.take()
             except Exception as error:
@@ -260,10 +289,15 @@ class EngineLoop:
                 self._updates.popleft().done.set_result(None)
                 if update.on_update == OnUpdate.restart:
                     self._restart()
-        if not self._updates:
+        if not self._holds:
             held, self._held = self._held, []
             for job in held:
                 self._begin(job)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether new requests wait for weights that have been read."""
+        return bool(self._updates) and self._updates[0].is_due
 
     def _restart(self) -> None:
         """Begins answers again."""
@@ -295,7 +329,7 @@ class EngineLoop:
     def _begin(self, job: Job) -> None:
         if job not in self._waiting:
             return  # it has ended already
-        if self._updates:
+        if self._holds:
             self._held.append(job)
             return
         try:

@@ -99,7 +99,11 @@ class WeightRoutes:
     async def _taken(self, folder: str, *, version: str, on_update: OnUpdate) -> Response:
         """Waits until the engine computes with the weights of a folder."""
         started = time.perf_counter()
-        update = Update(take=lambda: self._generator.switch(folder, version=version), on_update=on_update)
+        update = Update(
+            prepare=lambda: self._generator.prepare(folder),
+            take=lambda: self._generator.switch(folder, version=version),
+            on_update=on_update,
+        )
         try:
             self._loop.update(update)
         except RuntimeError as error:
