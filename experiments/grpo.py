@@ -5,6 +5,7 @@ the rollout. `rollouts` draws and scores, `policy_losses` has the loss and its w
 PPO (`ppo`) runs this program with other advantages and a second model to update.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -93,14 +94,16 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
                 reporter.say(text)
         if run.reward_before is None:
             run.reward_before = evaluate(run).reward
+        began = time.perf_counter()
         train(run, reporter=reporter, fill=fill, update=update)
+        waited = f"waited {run.waited:.1f} s of {time.perf_counter() - began:.1f} s for answers"
         after = evaluate(run)
         divergence = divergence_of(run, reached=after)
         ends = {"reward_before": run.reward_before, "reward_after": after.reward}
         summary = reporter.finish(**run.metrics, **ends, **divergence)
         reporter.say(described(ends, divergence=divergence))
         if isinstance(run.drawer, ServedRollouts):
-            reporter.say(run.drawer.fleet.describe())
+            reporter.say(f"{waited}\n{run.drawer.fleet.describe()}")
     run.close()  # not after an error: ranks that have lost a member could wait forever
     return summary
 

@@ -53,7 +53,7 @@ class Run:
     padding. reward_model: given by reward.path. drawer: given by rollout.engine. rollouts: number so far. metrics: the latest one's.
     reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: given by
     rollout.environment. episodes: episodes of this rank's latest samples. ahead: samples the next rollouts, for rollout.staleness. routers:
-    routers of a policy with experts that the inference engine draws with.
+    routers of a policy with experts that the inference engine draws with. waited: seconds without an update, until answers were drawn.
     """
 
     config: Config
@@ -75,6 +75,7 @@ class Run:
     ahead: Ahead | None = None
     routers: Routers | None = None
     rollouts: int = 0
+    waited: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None
 

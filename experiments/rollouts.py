@@ -4,6 +4,7 @@ The functions draw the rollouts of `task=grpo` and `task=ppo`, to train and to e
 `task=dpo` and `task=distill` on held-out prompts.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -140,8 +141,10 @@ def settle_drawer(run: Run) -> str | None:
 
 def next_samples(run: Run) -> Samples:
     """This rank's samples of the next rollout, with rewards: those drawn ahead, or new ones. Raises as `draw`."""
-    drawn = None if run.ahead is None else run.ahead.first()
-    return draw(run) if drawn is None else accepted(run, drawn=drawn)
+    began = time.perf_counter()
+    drawn = (None if run.ahead is None else run.ahead.first()) or drawing_of(run)()
+    run.waited += time.perf_counter() - began
+    return accepted(run, drawn=drawn)
 
 
 def draw_ahead(run: Run) -> None:
