@@ -4,8 +4,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -217,6 +219,7 @@ def _open_served(config: Config, *, actor: Engine) -> ServedRollouts:
         save=save_file,
         patience_seconds=rollout.servers_wait,
         api_key=None if variable is None else os.environ[variable],
+        opens=partial(safe_open, framework="pt") if rollout.servers_transfer == "gloo" else None,
     )
 
 

@@ -1,4 +1,6 @@
-"""The routes by which a running server takes new weights: a version begins, its tensors come, and it is taken between two steps."""
+"""The routes by which a running server takes new weights: a version begins, its tensors come or are pulled, and it is taken between two
+steps.
+"""
 
 import asyncio
 import re
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ztk.core.runtime.comm.pulls import SCHEME
 from ztk.inference import Generator
 from ztk.serve.http import received
 from ztk.serve.loop import EngineLoop, OnUpdate, Update
@@ -45,13 +48,17 @@ class WeightRoutes:
         return JSONResponse({"version": self._generator.version, "parameters": shapes})
 
     async def begin(self, request: Request) -> Response:
-        """Begins a version, or takes one whose files lie in a folder."""
+        """Begins a version, or takes one whose files lie in a folder or whose tensors another process offers."""
         body = parsed(await received(request, most=self._most))
-        version, path = _version(body.get("version")), body.get("path")
+        version, path, offer = _version(body.get("version")), body.get("path"), body.get("offer")
         on_update = OnUpdate(choice(body, name="on_update", of=_ON_UPDATE))
         if path is not None and not isinstance(path, str):
             raise BadRequest("path must be a text", param="path")
+        if offer is not None and not (isinstance(offer, str) and offer.startswith(SCHEME)):
+            raise BadRequest(f"offer must be an address that begins with {SCHEME}", param="offer")
         async with self._turn:
+            if offer is not None:
+                return await self._taken(offer, version=version, on_update=on_update)
             if path is not None:
                 folder = await self._in_thread(self._incoming.named, path)
                 return await self._taken(folder, version=version, on_update=on_update)
@@ -96,12 +103,12 @@ class WeightRoutes:
                     held = bytearray()
             await self._in_thread(file.write, held)
 
-    async def _taken(self, folder: str, *, version: str, on_update: OnUpdate) -> Response:
-        """Waits until the engine computes with the weights of a folder."""
+    async def _taken(self, source: str, *, version: str, on_update: OnUpdate) -> Response:
+        """Waits until the engine computes with the weights of a folder, or of an offer."""
         started = time.perf_counter()
         update = Update(
-            prepare=lambda: self._generator.prepare(folder),
-            take=lambda: self._generator.switch(folder, version=version),
+            prepare=lambda: self._generator.prepare(source),
+            take=lambda: self._generator.switch(source, version=version),
             on_update=on_update,
         )
         try:
@@ -112,6 +119,8 @@ class WeightRoutes:
             await asyncio.shield(asyncio.wrap_future(update.done))
         except ValueError as error:
             raise BadRequest(f"the old weights stay: {error}") from error
+        except ConnectionError as error:
+            raise BadRequest(f"the old weights stay: {error}", status=503) from error
         return JSONResponse({"version": version, "seconds": time.perf_counter() - started})
 
 

@@ -1,6 +1,6 @@
-"""New weights for a running server: files of a folder, or parts that arrive by HTTP and are files until all have come.
+"""New weights for a running server: files of a folder, parts that arrive by HTTP and are files until all have come, or tensors that it pulls.
 
-Files are read one tensor at a time, on every rank that shares the model, so that no rank has more than one full tensor next to its own part.
+They are read one tensor at a time, on every rank that shares the model, so that no rank has more than one full tensor next to its own part.
 """
 
 import fcntl
@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ztk.core.runtime.comm.pulls import SCHEME, pulled
 from ztk.inference import UnreadModel
 from ztk.inference.module_model import is_own_family
 from ztk.serve.models import Opened, Parameters
 from ztk.serve.values import BadRequest, shown
 
 _PREFIX, _NAMED, _HEADER_BYTES = ".incoming-", 5, 1 << 24  # folders of parts; names in an error; of a file
-_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # safetensors' names -> bytes
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
+_PULL_SECONDS = 60.0  # without a tensor, until an owner counts as gone
+
+# Shapes and safetensors' names of dtypes, by the names of tensors.
+Kinds = Mapping[str, tuple[list[int], str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,31 +65,43 @@ class Expected:
         return sum(4 * own.numel() + 1024 for own in self.parameters.values()) + _HEADER_BYTES
 
     @contextmanager
-    def opened(self, folder: str) -> Iterator[UnreadModel]:
-        """The weights of a folder's files, read one by one while the context is open. Raises BadRequest as `check`."""
+    def opened(self, source: str) -> Iterator[UnreadModel]:
+        """The weights of a folder's files, or of an address of offered tensors, read one by one while the context is open.
+
+        Raises BadRequest as `check`, and ConnectionError as `pulled`.
+        """
         with ExitStack() as stack:
-            files = [stack.enter_context(_open(path)) for path in _files_of(Path(folder))]
-            self.check(files)
-            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            if source.startswith(SCHEME):
+                tensors = stack.enter_context(pulled(source, timeout_seconds=_PULL_SECONDS))
+                kinds = {
+                    name: (list(shape), _DTYPES.get(dtype, str(dtype)))
+                    for name, (shape, dtype) in tensors.shapes.items()
+                }
+                self.check([kinds])
+                names, values = list(tensors), tensors.__getitem__
+            else:
+                files = [stack.enter_context(_open(path)) for path in _files_of(Path(source))]
+                self.check(map(_kinds_of, files))
+                places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+                names, values = list(places), lambda name: places[name].get_tensor(name)
 
             def read(name: str) -> Tensor:
-                # A copy: the file may change or go.
-                return places[name].get_tensor(name).to(self.parameters[name].dtype, copy=True)
+                # A copy: a file may change or go.
+                return values(name).to(self.parameters[name].dtype, copy=True)
 
-            state = Parameters({name: name for name in places}, read=read)
+            state = Parameters({name: name for name in names}, read=read)
             yield UnreadModel(module=self.module, state=state)
 
-    def check(self, files: Iterable[Any], *, before: Collection[str] | None = None) -> list[str]:
-        """Returns the names of the tensors in opened files. before: names of earlier files, if others follow.
+    def check(self, parts: Iterable[Kinds], *, before: Collection[str] | None = None) -> list[str]:
+        """Returns the names of the tensors in these parts. before: names of earlier parts, if others follow.
 
         Raises BadRequest for tensors that the model does not have or has in another shape, for other dtypes, for a tensor that has come before
         and, without `before`, for missing ones.
         """
         found, faults = list[str](), list[str]()
-        for file in files:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                faults += self._faults(name, shape=part.get_shape(), dtype=part.get_dtype())
+        for part in parts:
+            for name, (shape, dtype) in part.items():
+                faults += self._faults(name, shape=shape, dtype=dtype)
                 if name in found or name in (before or ()):
                     faults.append(f"{name} comes twice")
                 found.append(name)
@@ -100,8 +118,8 @@ class Expected:
             yield f"{shown(name)} is no parameter of the model"
         elif list(own.shape) != shape:
             yield f"{name} has the shape {shape} instead of {list(own.shape)}"
-        elif dtype not in _DTYPES:
-            yield f"{name} has the dtype {dtype} instead of {', '.join(_DTYPES)}"
+        elif dtype not in _DTYPES.values():
+            yield f"{name} has the dtype {dtype} instead of {', '.join(_DTYPES.values())}"
 
 
 class Incoming:
@@ -152,7 +170,7 @@ class Incoming:
         """Counts a complete part of the version. Raises BadRequest for tensors that do not fit or have come before."""
         self.check(version)
         with _open(path) as file:
-            names = self.expected.check([file], before=self._names)
+            names = self.expected.check([_kinds_of(file)], before=self._names)
         path.rename(path.with_suffix(".safetensors"))
         self._names.update(names)
 
@@ -196,6 +214,12 @@ def _files_of(folder: Path) -> list[Path]:
     if not found:
         raise BadRequest(f"{folder.name}: no tensors have come; send them as safetensors")
     return found
+
+
+def _kinds_of(file: Any) -> Kinds:
+    """Of an opened file."""
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.serve.test_server import start, wait_until
 from ztk.config import ConfigError, Machine, compose
+from ztk.core.policies.rollout import TransferName
 from ztk.inference import SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.rl.rollout import Fleet, ServerFault, ServersLost
@@ -49,7 +50,7 @@ def served(config, *, folder, count=2, api_key=None):
     ("task", "words", "count", "stage"),
     [
         ("grpo", EXACT, 2, 3),
-        ("ppo", ("rollout.staleness=1",), 1, 0),
+        ("ppo", ("rollout.staleness=1",), 1, 0),  # with gloo
         ("grpo", (*EXACT, "rollout.top_k=40", "rollout.top_p=0.9", "rollout.min_p=0.01"), 1, 0),
     ],
     ids=["grpo", "ppo ahead", "cut"],
@@ -58,7 +59,8 @@ def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, w
     config = config_of(task, *words, folder=tmp_path / "own", ranks=count, zero__stage=stage)
     ranks(count).run(play, config=config)
     with served(config, folder=tmp_path) as urls:
-        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
+        transfer = TransferName.gloo if task == "ppo" else TransferName.http
+        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0, "rollout__servers_transfer": transfer}
         other = config_of(task, *words, folder=tmp_path / "served", ranks=count, zero__stage=stage, **where)
         ranks(count).run(play, config=other)
     rows, ahead = rows_of(tmp_path / "served"), "rollout.staleness=1" in words

@@ -90,6 +90,13 @@ class AverageName(StrEnum):
     constant = "constant"
 
 
+class TransferName(StrEnum):
+    """rollout.servers_transfer: the way of new weights."""
+
+    http = "http"
+    gloo = "gloo"
+
+
 class KlEstimator(StrEnum):
     """kl.estimator: the estimate of the divergence."""
 
@@ -314,6 +321,13 @@ class RolloutConfig:
         "seconds without an answer of rollout.servers after which the run ends",
         default=600.0,
         range=POSITIVE,
+        acts=_ASKS,
+        changes=Changes.nothing,
+    )
+    servers_transfer: TransferName | None = key(
+        "how weights reach rollout.servers: http: files that rank 0 sends; gloo: tensors that each rank of a server pulls from rank 0, without "
+        "files there, for servers that can connect to it",
+        default=TransferName.http,
         acts=_ASKS,
         changes=Changes.nothing,
     )

@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.comm.pulls import Offer
 from ztk.inference import Completion, SamplingParams
 from ztk.inference.sample import cut_of
 
@@ -31,6 +32,8 @@ _SLOWER, _FIRST_SECONDS = (
     30.0,
 )  # a request this many times as old as the slowest before, or so old, is also sent elsewhere
 _AFFINE = 64  # first tokens of a prompt, which choose its server
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
+Open = Callable[[Path], Any]  # a file of safetensors, as its `safe_open`
 _TRIES = 3  # failures of a server to answer one request, before they end the run
 
 
@@ -99,7 +102,8 @@ class Fleet:
     """The servers of a run. `generate` may be called in several threads; servers with room serve earlier calls first.
 
     api_key: the key of all of them. patience_seconds: without a server that answers. parameters: shapes by name, which the servers' models
-    must have. sends: gives servers the newest weights; on one rank. The others wait for that.
+    must have. sends: gives servers the newest weights; on one rank. The others wait for that. opens: opens a file of weights, whose tensors
+    servers then pull over gloo; None sends files by HTTP.
     """
 
     def __init__(
@@ -110,14 +114,16 @@ class Fleet:
         sends: bool,
         patience_seconds: float,
         api_key: str | None = None,
+        opens: Open | None = None,
     ) -> None:
+        self._opens = opens
         self._servers = [_Server(url=url.rstrip("/")) for url in urls]
         self._parameters, self._sends, self._patience = parameters, sends, patience_seconds
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._changed = threading.Condition()
         self._version: str | None = None
         self._numbers = dict[str, int]()  # of all versions so far, in order
-        self._open = dict[int, list[_Part]]()  # by the number of their call
+        self._under_way = dict[int, list[_Part]]()  # by the number of their call
         self._calls = itertools.count()
         self._heard = 0.0  # time of the latest answer, or of a call without others
         self._folder: Path | None = None
@@ -178,9 +184,9 @@ class Fleet:
         with self._changed:
             first = len(self._numbers) - 1 if oldest is None else self._numbers[oldest]
             parts = _parts_of(prompts, sampling=sampling, oldest=first)
-            if not self._open:
+            if not self._under_way:
                 self._heard = time.monotonic()
-            self._open[call] = parts
+            self._under_way[call] = parts
             try:
                 while any(part.found is None for part in parts):
                     if self._fault is not None:
@@ -190,7 +196,7 @@ class Fleet:
                     if time.monotonic() - self._heard > self._patience:
                         raise ServersLost(self._lost())
             finally:
-                del self._open[call]
+                del self._under_way[call]
                 for asked in [asked for part in parts for asked in part.asked]:
                     self._hang_up(asked)
         found = {row: one for part in parts for row, one in zip(part.rows, part.found or (), strict=True)}
@@ -207,7 +213,7 @@ class Fleet:
 
     def _hand_out(self) -> None:
         """Sends parts to servers with weights that may draw them, earlier calls first, and late ones a second time."""
-        missing = [part for _, parts in sorted(self._open.items()) for part in parts if part.found is None]
+        missing = [part for _, parts in sorted(self._under_way.items()) for part in parts if part.found is None]
         for part in missing:
             if part.asked:
                 continue
@@ -366,6 +372,11 @@ class Fleet:
         return state["version"]
 
     def _send(self, server: _Server, *, version: str, folder: Path) -> None:
+        if self._opens is not None:
+            self._offer(
+                server, version=version, files=[self._opens(path) for path in sorted(folder.glob("*.safetensors"))]
+            )
+            return
         begin = json.dumps({"version": version, "on_update": "continue"}).encode()
         self._request(server, "POST", "/v1/weights", body=begin)
         for file in sorted(folder.glob("*.safetensors")):
@@ -373,6 +384,27 @@ class Fleet:
                 self._request(server, "PUT", f"/v1/weights/{version}", body=part, size=file.stat().st_size)
             server.sent_bytes += file.stat().st_size
         self._request(server, "POST", f"/v1/weights/{version}")
+
+    def _offer(self, server: _Server, *, version: str, files: Sequence[Any]) -> None:
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        parts = {name: file.get_slice(name) for name, file in places.items()}
+        shapes = {name: (tuple(part.get_shape()), _DTYPES[part.get_dtype()]) for name, part in parts.items()}
+        given = {"host": self._own_host(server), "timeout_seconds": self._patience}
+        with Offer(shapes, read=lambda name: places[name].get_tensor(name), **given) as offer:
+            begin = {"version": version, "on_update": "continue", "offer": offer.address}
+            try:
+                self._request(server, "POST", "/v1/weights", body=json.dumps(begin).encode())
+            finally:
+                server.sent_bytes += offer.sent_bytes
+
+    def _own_host(self, server: _Server) -> str:
+        """The address of this machine from which it reaches the server."""
+        connection = self._connection(server, seconds=_PROBE_SECONDS)
+        try:
+            connection.connect()
+            return connection.sock.getsockname()[0]
+        finally:
+            connection.close()
 
     # HTTP
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.cached import Merged, sampling_of, write_answers
-from ztk.rl.rollout.fleet import Answer, Fleet
+from ztk.rl.rollout.fleet import Answer, Fleet, Open
 from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.weights import RolloutPolicy
 from ztk.train.engine import Engine
@@ -40,14 +40,17 @@ class ServedRollouts:
         save: Save,
         patience_seconds: float,
         api_key: str | None = None,
+        opens: Open | None = None,
     ) -> None:
-        """folder: holds the files of one step. save: writes safetensors. patience_seconds, api_key: arguments of `Fleet`. A collective call."""
+        """folder: holds the files of one step. save: writes safetensors. patience_seconds, api_key, opens: arguments of `Fleet`. A collective
+        call.
+        """
         self._source, self._folder, self._save = Merged(engine), folder, save
         self._leads = engine.comm.rank == 0
         # A server may have weights of the same step of another run.
         self._run = engine.comm.broadcast_object(uuid.uuid4().hex[:16], label="run of servers")
         shapes = {name: tuple(value.shape) for name, value in self._source.full_parameters()}
-        given = {"patience_seconds": patience_seconds, "api_key": api_key}
+        given = {"patience_seconds": patience_seconds, "api_key": api_key, "opens": opens}
         self.fleet = Fleet(urls, parameters=shapes, sends=self._leads, **given)
         self._step = -1  # policy step of the files
 
