@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ztk.config import Config, config_with
 from ztk.config.text import encoding_of
+from ztk.core.policies.key import policy_of
 from ztk.core.runtime import Process
 from ztk.core.runtime.seed import generator
 from ztk.experiments import policies
@@ -59,7 +60,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     teacher = open_teacher(config, process=process)
     examples.packs = packs_examples(config, policy=engine, reference=teacher)
     stream = DistillStream(config, stream=examples, student=engine, teacher=teacher)
-    forward = partial(forward_of, engine, teacher=teacher, policy=policy_of(config))
+    forward = partial(forward_of, engine, teacher=teacher, policy=policy_of(DistillPolicy, given=config.distill))
     answers = HeldOutAnswers(config, engine=engine, reference=teacher, packs=examples.packs)
 
     def train_step(step: Step) -> Measured:
@@ -93,11 +94,6 @@ def open_teacher(config: Config, *, process: Process) -> Engine:
     ):  # differs from the step of a run: a transformers model starts from the values in its folder
         load_weights(own, engine=engine, path=path)
     return engine
-
-
-def policy_of(config: Config) -> DistillPolicy:
-    """Returns the loss that `distill` describes."""
-    return DistillPolicy(beta=config.distill.beta, temperature=config.distill.temperature)
 
 
 def forward_of(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.core.policies.key import policy_of
 from ztk.core.runtime import Process
 from ztk.experiments import policies
 from ztk.experiments.alignment import (
@@ -81,20 +82,7 @@ def forward_of(config: Config, *, engine: Engine, reference: Reference) -> PairF
     if config.dpo.loss == "kto":
         assert reference.engine is not None, "the configuration is checked"
         return KtoForward(config, engine=engine, reference=reference.engine)
-    return partial(pairs_of, engine, policy=policy_of(config), reference=reference)
-
-
-def policy_of(config: Config) -> DpoPolicy:
-    """Returns the loss policy of `dpo`."""
-    dpo = config.dpo
-    return DpoPolicy(
-        loss=str(dpo.loss),
-        beta=dpo.beta,
-        label_smoothing=dpo.label_smoothing or 0.0,
-        length_normalised=bool(dpo.length_normalised),
-        sft_weight=dpo.sft_weight,
-        margin=dpo.margin or 0.0,
-    )
+    return partial(pairs_of, engine, policy=policy_of(DpoPolicy, given=config.dpo), reference=reference)
 
 
 def pairs_of(

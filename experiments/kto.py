@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.core.policies.key import policy_of
 from ztk.experiments.examples import Step
 from ztk.experiments.reference import BaseModel, text_forward
-from ztk.rl.align import KtoPolicy, kto_losses, segment_sums
+from ztk.rl.align import DpoPolicy, kto_losses, segment_sums
 from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
 
@@ -20,11 +21,8 @@ class KtoForward:
     """Called as forward(step, micro-batch). A step's divergence is measured once over all its micro-batches, before the first of them."""
 
     def __init__(self, config: Config, *, engine: Engine, reference: Engine | BaseModel) -> None:
-        dpo = config.dpo
         self._engine, self._reference = engine, reference
-        self._policy = KtoPolicy(
-            beta=dpo.beta, desirable_weight=dpo.desirable_weight, undesirable_weight=dpo.undesirable_weight
-        )
+        self._policy = policy_of(DpoPolicy, given=config.dpo)
         self._kl = torch.zeros(())
 
     def __call__(self, step: Step, index: int) -> tuple[Layout, Callable[[Any], tuple[Tensor, dict[str, Tensor]]]]:

@@ -138,12 +138,11 @@ def topology(config: Config) -> Topology:
 
 
 def pipeline_policy(config: Config) -> PipelinePolicy:
-    names = {field.name for field in fields(PipelinePolicy)}
-    return PipelinePolicy(**{name: value for name, value in _given(config.topology).items() if name in names})
+    return policy_of(PipelinePolicy, given=config.topology)
 
 
 def tensor_policy(config: Config) -> TensorPolicy:
-    return TensorPolicy(plan=config.topology.plan, sequence_parallel=bool(config.topology.sequence_parallel))
+    return policy_of(TensorPolicy, given=config.topology)
 
 
 def recompute_policy(config: Config) -> RecomputePolicy:
@@ -156,14 +155,13 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
     total_steps: number of the last step, `train.steps` by default.
     """
     logger, folder = config.logger, Path(config.output_dir)
-    tracker = TrackerPolicy(
-        mode=logger.mode.value,
-        project=logger.project or "ztk",
-        group=folder.parent.name,
-        name=run_name(folder),
-        job_type=config.task.name,
-        config=_plain(config),
-    )
+    described = {
+        "group": folder.parent.name,
+        "name": run_name(folder),
+        "job_type": config.task.name,
+        "config": _plain(config),
+    }
+    tracker = policy_of(TrackerPolicy, given=logger, others=described)
     return ReportPolicy(
         folder=os.fspath(folder),
         total_steps=config.train.steps if total_steps is None else total_steps,

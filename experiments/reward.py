@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.core.policies.key import policy_of
 from ztk.core.runtime import Process
 from ztk.experiments import policies
 from ztk.experiments.alignment import evaluate_pairs, open_stream, run_examples, start_from, train_pairs
@@ -31,7 +32,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
     start_from(config, engine=engine, body_only=True)
     stream.packs = packs_examples(config, policy=engine)
-    forward = partial(forward_of, engine, policy=policy_of(config))
+    forward = partial(forward_of, engine, policy=policy_of(PairwisePolicy, given=config.reward))
     return run_examples(
         config,
         engine=engine,
@@ -49,12 +50,6 @@ def described(before: Mapping[str, float], after: Mapping[str, float]) -> list[s
         return []
     was, now = before["validation_accuracy"], after["validation_accuracy"]
     return [f"the chosen answer of held-out pairs has the larger value: {was:.1%} before, {now:.1%} after"]
-
-
-def policy_of(config: Config) -> PairwisePolicy:
-    """Returns the loss policy of `reward`."""
-    reward = config.reward
-    return PairwisePolicy(loss=str(reward.loss), margin=reward.margin, centring=reward.centring)
 
 
 def forward_of(

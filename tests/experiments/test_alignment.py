@@ -417,7 +417,7 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
         (("task=reward", "reward.margin=-0.1"), "reward.margin=-0.1"),
         (
             ("task=reward", "reward.loss=per_token", "reward.margin=1"),
-            "reward.margin=1: reward.loss=per_token has none",
+            "reward.margin=1.0 has no effect here, only with task=reward with reward.loss=bradley_terry",
         ),
         (("task=dpo", "warm_start.path=none"), "warm_start.path=none: no such folder"),
         (("task=dpo", "warm_start.path=."), "warm_start.path has no effect with warm_start.steps"),

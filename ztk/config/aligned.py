@@ -7,10 +7,10 @@ from ztk.config.hugging_face import family_of
 from ztk.config.topology import padded_expert_faults, replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.machine import Machine
+from ztk.core.policies.pipeline import ScheduleName
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import aligns, device_of, distills_draws, draws, is_hugging_face
-from ztk.core.policies.topology import PipelineSchedule
 
 
 def aligned_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -32,7 +32,7 @@ def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     topology, warm = config.topology, config.warm_start
     if not warm.steps:
         return
-    if topology.pipeline > 1 and topology.schedule is PipelineSchedule("interleaved"):
+    if topology.pipeline > 1 and topology.schedule is ScheduleName.interleaved:
         yield (
             f"topology.schedule=interleaved runs {topology.pipeline} micro-batches or more, and each of "
             f"warm_start.steps={warm.steps} has one; use topology.schedule=1f1b, or warm_start.path=RUN with warm_start.steps=0"

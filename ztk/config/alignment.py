@@ -8,11 +8,12 @@ from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, mismatched_fault, mismatched_lengths, records_of
 from ztk.config.other_models import teacher_faults
 from ztk.config.topology import critic_faults, cut_degrees
-from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName, RewardLossName
+from ztk.core.policies.align import WITHOUT_REFERENCE, DpoLossName, DpoReferenceName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
+from ztk.core.policies.reward import RewardLossName
 from ztk.core.policies.runs import (
     ALIGNING,
     ANSWER_TASKS,
@@ -113,7 +114,7 @@ def _router_faults(config: Config) -> Iterator[str]:
 
 
 def _loss_faults(config: Config) -> Iterator[str]:
-    dpo, reward = config.dpo, config.reward
+    dpo = config.dpo
     if config.task.name == "reward" and config.data.path is None and is_hugging_face(config.model):
         yield "model=hf: pairs of the built-in task are bytes; use data.path=PAIRS.jsonl and data.tokenizer=FOLDER"
     if config.task.name in ("dpo", "distill") and config.model.vocab_size > 256 and config.data.path is None:
@@ -135,5 +136,3 @@ def _loss_faults(config: Config) -> Iterator[str]:
                 "train.global_batch_size=1: dpo.loss=kto compares an answer with those to other prompts of the step; use "
                 "train.global_batch_size=2 or more"
             )
-    if config.task.name == "reward" and reward.loss is RewardLossName.per_token and reward.margin:
-        yield f"reward.margin={reward.margin:g}: reward.loss=per_token has none; use reward.margin=0"

@@ -6,9 +6,8 @@ from dataclasses import replace
 from ztk.config.keys import fill
 from ztk.config.topology import replicas_of
 from ztk.core.policies.config import Config
-from ztk.core.policies.pipeline import interleaved_faults
+from ztk.core.policies.pipeline import ScheduleName, interleaved_faults
 from ztk.core.policies.runs import infers
-from ztk.core.policies.topology import PipelineSchedule
 
 
 def settle_batch(config: Config, *, recorded: Config | None) -> None:
@@ -38,7 +37,7 @@ def round_faults(config: Config) -> Iterator[str]:
     Batches must be settled already.
     """
     train, ranks = config.train, config.topology.pipeline
-    if ranks == 1 or config.topology.schedule is not PipelineSchedule("interleaved") or infers(config):
+    if ranks == 1 or config.topology.schedule is not ScheduleName.interleaved or infers(config):
         return
     batch, count = train.global_batch_size, train.accumulation_steps
     if "train.global_batch_size" not in config.given and config.checkpoint.resume is None:

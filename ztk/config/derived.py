@@ -176,7 +176,7 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     fill(config, key="launch.ranks", value=ranks, reason=reason)
     replicas = replicas_of(topology, ranks=ranks)
     fill(config, key="topology.data", value=replicas, reason="ranks divided by the other degrees")
-    topology.data = replicas  # the number of an option follows the ranks, too
+    write(config, key="topology.data", value=replicas)  # the number of an option follows the ranks, too
     if launch.debug is not None:
         launch.timeout_seconds = MOST_SECONDS
         config.reasons["launch.timeout_seconds"] = "launch.debug: a rank in a debugger stops for any time"

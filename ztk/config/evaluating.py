@@ -14,11 +14,12 @@ from ztk.core.policies.inference import WeightFormat
 from ztk.core.policies.key import written
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.model import ModelConfig
+from ztk.core.policies.pipeline import ScheduleName
 from ztk.core.policies.precision import DType, PrecisionConfig
 from ztk.core.policies.records import run_record
 from ztk.core.policies.runs import by_training, is_own
 from ztk.core.policies.tier import Tier
-from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
+from ztk.core.policies.topology import TopologyConfig
 
 USUAL_WINDOW = 2048  # most tokens per sequence if eval.seq_len is not set
 _SECTIONS = ("zero", "topology")
@@ -103,7 +104,7 @@ def evaluating_faults(config: Config) -> Iterator[str]:
             f"sharded; use zero=stage3, or offload=none"
         )
     schedule = config.topology.schedule
-    if "topology.schedule" in config.given and schedule is not PipelineSchedule("interleaved"):
+    if "topology.schedule" in config.given and schedule is not ScheduleName.interleaved:
         yield f"topology.schedule={written(schedule)} orders backwards, and task=eval has none: leave it out"
 
 

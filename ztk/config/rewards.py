@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ztk.config.keys import write
 from ztk.config.lengths import prompts_of
 from ztk.config.own import TARGET, call_later
 from ztk.core.policies.config import Config
@@ -64,7 +65,8 @@ def evaluation_config(config: Config) -> Config | None:
         own.data.path, own.rollout.task = config.data.eval_path, None
     if config.reward.eval_functions:
         own.own.pop("reward", None)
-        own.reward.function, own.reward.functions = None, config.reward.eval_functions
+        write(own, key="reward.function", value=None)
+        write(own, key="reward.functions", value=config.reward.eval_functions)
     return own
 
 

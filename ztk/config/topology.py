@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.pipeline import interleaved_faults, partition_faults
+from ztk.core.policies.pipeline import ScheduleName, interleaved_faults, partition_faults
 from ztk.core.policies.runs import device_of, infers, is_hugging_face, is_own
-from ztk.core.policies.topology import PipelineSchedule, TopologyConfig, heads_of_ranks, tensor_rule
+from ztk.core.policies.tensor import tensor_rule
+from ztk.core.policies.topology import TopologyConfig, heads_of_ranks
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
@@ -179,7 +180,7 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
     topology, ranks = config.topology, config.topology.pipeline
     if ranks == 1:
         return
-    interleaved = topology.schedule is PipelineSchedule("interleaved")
+    interleaved = topology.schedule is ScheduleName.interleaved
     if interleaved:  # `round_faults` checks the number of micro-batches
         yield from interleaved_faults(num_ranks=ranks, num_micro_batches=None, virtual_stages=topology.virtual_stages)
     stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)

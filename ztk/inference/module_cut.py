@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ztk.core.policies.tensor import Style
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine, Product
 from ztk.inference.ranks import Ranks
 from ztk.parallel.tensor.derived import derived_rules
 from ztk.parallel.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
-from ztk.parallel.tensor.rules import Style
 from ztk.parallel.tensor.tensor_plan import plan_of
 
 _COLUMNS, _ROWS = (Style.column, Style.column_gathered, Style.head), (Style.row, Style.row_split)

@@ -21,7 +21,7 @@ def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> 
     """Number of a step's `count` micro-batches that are traced. stages: ranks of the pipeline."""
     if stages == 1:
         return min(count, TRACED)
-    if policy.schedule is ScheduleName.one_f_one_b:
+    if policy.schedule is ScheduleName("1f1b"):
         return min(count, stages + 2)  # the first stage keeps one per stage alive
     if policy.schedule is ScheduleName.interleaved:
         return min(count, 2 * stages)  # at most (virtual_stages + 1) * stages - 1 of their parts are alive at once

@@ -8,13 +8,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ztk.core.policies.train import TrackerPolicy
     from ztk.report.folder import RunFolder, read_rows, write_failed_summary
     from ztk.report.gauges import Gauges
     from ztk.report.history import Runs, load
     from ztk.report.kernels import KernelPolicy
     from ztk.report.plot import plot_run
     from ztk.report.reporter import Reporter, ReportPolicy
-    from ztk.report.tracker import TrackerPolicy
 
 _HOMES = {
     "Gauges": "gauges",

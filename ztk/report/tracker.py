@@ -1,34 +1,9 @@
 """Loggers that get a run's rows in addition to its folder: wandb, TensorBoard or a CSV file. Their errors never stop a run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# `logger.mode`: offline and online use wandb, disabled imports nothing.
-MODES = ("offline", "online", "tensorboard", "csv", "disabled")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackerPolicy:
-    """The logger of a run and the description of the run for it.
-
-    group: the sweep that the run belongs to. name: its overrides, joined. job_type: its task. config: every option, resolved. Only wandb
-    uses project, group, name and job_type.
-
-    Raises:
-        ValueError: an unknown mode.
-    """
-
-    mode: str = "offline"
-    project: str = "ztk"
-    group: str | None = None
-    name: str | None = None
-    job_type: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"logger.mode={self.mode}: must be one of {', '.join(MODES)}")
+from ztk.core.policies.train import TrackerPolicy
 
 
 class Writer(Protocol):
@@ -99,4 +74,4 @@ def _opened(policy: TrackerPolicy, *, directory: str, first_step: int) -> Writer
     from ztk.report.wandb_writer import WandbWriter
 
     labels = {"project": policy.project, "group": policy.group, "name": policy.name, "job_type": policy.job_type}
-    return WandbWriter(policy.config, directory=directory, mode=policy.mode, labels=labels)
+    return WandbWriter(policy.config, directory=directory, mode=str(policy.mode), labels=labels)

@@ -13,7 +13,7 @@ from tests.rl.align.test_losses import of_pair
 from ztk.config import ConfigError, Machine, compose
 from ztk.data import Share
 from ztk.experiments.examples import Examples, ExampleStream, lengths_of
-from ztk.rl.align import DpoPolicy, KtoPolicy, PairLogprobs, dpo_loss, dpo_losses, kto_losses
+from ztk.rl.align import DpoPolicy, PairLogprobs, dpo_loss, dpo_losses, kto_losses
 
 
 def sigmoid(x: float) -> float:
@@ -23,7 +23,7 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize("kl", [0.5, -0.5])
 def test_kto_by_hand(kl):
     """A negative divergence counts as 0."""
-    policy = KtoPolicy(beta=0.2, desirable_weight=2.0, undesirable_weight=0.5)
+    policy = DpoPolicy(loss="kto", beta=0.2, desirable_weight=2.0, undesirable_weight=0.5)
     ratios, labels = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.tensor([True, False])
     found = kto_losses(ratios, labels=labels, kl=torch.tensor(kl), policy=policy)
     known = max(kl, 0.0)
@@ -47,7 +47,11 @@ def test_simpo_and_orpo_by_hand():
     with pytest.raises(AssertionError):
         dpo_loss(orpo, pairs=pairs, policy=policy, num_pairs=1, num_tokens=3)  # whole texts are learnt
     with pytest.raises(ValueError, match="must be 0 or more"):
-        KtoPolicy(desirable_weight=-1.0)
+        DpoPolicy(loss="kto", desirable_weight=-1.0)
+    with pytest.raises(ValueError, match="use kto_losses"):
+        dpo_losses(pairs, policy=DpoPolicy(loss="kto"), reference=None)
+    with pytest.raises(ValueError, match="dpo.loss=sigmoid: single answers have another loss"):
+        kto_losses(torch.zeros(1), labels=torch.ones(1, dtype=torch.bool), kl=torch.zeros(()), policy=DpoPolicy())
 
 
 @pytest.mark.parametrize("loss", ["kto", "orpo", "simpo"])

@@ -128,10 +128,13 @@ def test_dpo_without_reference_and_with_a_supervised_term():
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"loss": "kto"}, "must be one of sigmoid, ipo, hinge, simpo, orpo"),
+        ({"loss": "mse"}, "must be one of sigmoid, ipo, hinge, simpo, orpo, kto"),
         ({"beta": 0.0}, "dpo.beta=0.0: must be above 0"),
-        ({"label_smoothing": 0.5}, "below 0.5"),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "use 0, or dpo.loss=sigmoid"),
+        ({"label_smoothing": 0.5}, "dpo.label_smoothing=0.5: must be 0 or more and at most 0.499"),
+        (
+            {"label_smoothing": 0.1, "loss": "ipo"},
+            "dpo.label_smoothing=0.1 has no effect here, only with task=dpo with dpo.loss=sigmoid or simpo",
+        ),
         ({"sft_weight": -1.0}, "dpo.sft_weight=-1.0"),
         ({"sft_weight": math.nan}, "dpo.sft_weight=nan"),
     ],

@@ -5,7 +5,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.ranges import shown
@@ -132,9 +132,16 @@ def section(declared: type[_Section]) -> type[_Section]:
     its value is left open. An optional key is None unless it is set, and the policy's default takes its place (`policy_of`).
     """
     hints = typing.get_type_hints(declared)
-    own = {name: vars(declared).get(name) for name in vars(declared).get("__annotations__", {})}
+    own = {
+        name: vars(declared).get(name)
+        for name in vars(declared).get("__annotations__", {})
+        if hints[name] is not ClassVar
+    }
     inherited = {
-        name: entry for name, entry in getattr(declared, "__dataclass_fields__", {}).items() if "key" in entry.metadata
+        name: entry
+        for base in declared.__mro__[:0:-1]
+        for name, entry in vars(base).get("__dataclass_fields__", {}).items()
+        if "key" in entry.metadata
     }
     entries: list[Any] = []
     for name, entry in (own | inherited).items():

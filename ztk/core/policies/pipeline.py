@@ -2,37 +2,72 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from ztk.core.policies.key import key_faults
-from ztk.core.policies.ranges import member, pattern_faults, refuse
-from ztk.core.policies.topology import ScheduleName, TopologyConfig
+from ztk.core.policies.key import When, key, key_faults
+from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO, member, pattern_faults, refuse
 
 PARTITION_METHODS = "uniform, parameters, products, type:PATTERN or profile"
 
+# `1f1b` is no name that a class body can have. The help of topology.schedule describes the members.
+ScheduleName = StrEnum(
+    "ScheduleName",
+    ["gpipe", "1f1b", "interleaved", "zero_bubble"],  # pyrefly: ignore[bad-class-definition]
+)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_PIPELINE = When(
+    "topology=pp2 and others with topology.pipeline above 1", lambda config, machine: config.topology.pipeline > 1
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelinePolicy:
     """How a model is split into stages and in which order they run.
 
-    schedule: gpipe, 1f1b, interleaved or zero_bubble. virtual_stages: stages per rank, for interleaved.
-    partition: uniform, parameters, products (elements of matrices, without embeddings), type:PATTERN (a regular expression for class
-        names) or profile (measured seconds per layer).
-    max_local_gradients: ZeRO stages 2 and 3. Up to this many elements, a rank sums its gradients over the micro-batches and reduces
-        them once. With more elements it reduces after every micro-batch: less memory, more bytes on the wire.
+    max_local_gradients: ZeRO stages 2 and 3. With more elements than this a rank reduces its gradients after every micro-batch: less memory,
+        more bytes on the wire.
     dynamic_shapes: activations may change their shapes although the micro-batches do not.
 
     Raises ValueError for values that cannot work.
     """
 
-    schedule: ScheduleName = ScheduleName.one_f_one_b
-    virtual_stages: int = 1
-    partition: str = "parameters"
-    max_local_gradients: int = 500_000_000
+    schedule: ScheduleName = key(
+        "order of a pipeline's micro-batches: gpipe: all forwards, then all backwards; 1f1b: in turn, so fewer are alive; "
+        "interleaved: 1f1b over several stages per rank; zero_bubble: 1f1b whose gradients of weights fill the bubble",
+        default=ScheduleName("1f1b"),
+        acts=_PIPELINE,
+    )
+    virtual_stages: int = key(
+        "stages per rank of the interleaved schedule, 2 or more there",
+        default=1,  # Megatron has no number of its own either: more stages send more, and the layers must be enough for them
+        range=COUNT,
+        acts=When(
+            "topology.schedule=interleaved and topology.pipeline above 1",
+            lambda config, machine: config.topology.pipeline > 1 and config.topology.schedule == "interleaved",
+            section="topology",
+            section_test=lambda values: values.schedule == "interleaved",
+        ),
+    )
+    partition: str = key(
+        "how layers are balanced over stages: uniform (number of layers), parameters, products (elements of matrices, without embeddings), "
+        "type:PATTERN (layers of these classes) or profile (measured time)",
+        default="parameters",
+        acts=_PIPELINE,
+    )
+    max_local_gradients: int = key(
+        "up to this many elements, gradients are summed over micro-batches before they are reduced",
+        default=500_000_000,
+        range=SIZE_OR_ZERO,
+        acts=When(
+            "zero=stage2 or stage3 and topology.pipeline above 1",
+            lambda config, machine: config.topology.pipeline > 1 and (config.zero.stage or 0) >= 2,
+        ),
+    )
     dynamic_shapes: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", member(self.schedule, of=ScheduleName, key="topology.schedule"))
-        refuse(key_faults(self, keys=TopologyConfig, section="topology"))
+        refuse(key_faults(self, section="topology"))
         refuse(partition_faults(self.partition))
 
     def check(self, *, num_ranks: int, num_micro_batches: int) -> None:

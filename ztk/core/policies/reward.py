@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ztk.core.policies.align import RewardLossName
-from ztk.core.policies.key import When, key, tasks
+from ztk.core.policies.key import When, key, key_faults, section, tasks
 from ztk.core.policies.paths import ObjectNames, Paths
-from ztk.core.policies.ranges import NOT_NEGATIVE, Range
+from ztk.core.policies.ranges import NOT_NEGATIVE, Range, member, refuse
 from ztk.core.policies.rollout import DRAWS, EVALUATED, StrategyConfig
 from ztk.core.policies.runs import draws
 
@@ -18,6 +18,19 @@ _REWARD_MODEL = When(
     f"{DRAWS.words} and reward.path", lambda config, machine: draws(config) and config.reward.path is not None
 )
 _LEARNS_REWARDS = tasks("reward")
+_LAST_VALUES = When(
+    "task=reward with reward.loss=bradley_terry",
+    lambda config, machine: config.task.name == "reward" and config.reward.loss == "bradley_terry",
+    section="reward",
+    section_test=lambda values: values.loss == "bradley_terry",
+)
+
+
+class RewardLossName(StrEnum):
+    """reward.loss: the loss of a reward model."""
+
+    bradley_terry = "bradley_terry"
+    per_token = "per_token"
 
 
 def _function_faults(config: "Config") -> Iterator[str]:
@@ -27,8 +40,47 @@ def _function_faults(config: "Config") -> Iterator[str]:
         )
 
 
-@dataclass(kw_only=True)
-class RewardConfig(StrategyConfig):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairwisePolicy:
+    """The loss of a reward model over pairs.
+
+    loss: bradley_terry is -log sigmoid(chosen - rejected - margin) of the values at the last tokens (Ouyang et al. 2022, arXiv 2203.02155;
+    margin: Touvron et al. 2023, arXiv 2307.09288). per_token is DeepSpeed-Chat's: the mean of -log sigmoid(chosen - rejected) over the
+    positions from the first token in which the sequences differ to the end of the longer one. centring is in Eisenstein et al. 2023, arXiv
+    2312.09244.
+
+    Raises:
+        ValueError: a number out of its range, an unknown loss, or a margin with per_token.
+    """
+
+    acts: ClassVar = _LEARNS_REWARDS
+
+    loss: RewardLossName = key(
+        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values after the common "
+        "beginning",
+        default=RewardLossName.bradley_terry,
+        acts=_LEARNS_REWARDS,
+    )
+    margin: float = key(
+        "by which a chosen answer's value is to be larger, where a record has no margin",
+        default=0.0,
+        range=NOT_NEGATIVE,
+        acts=_LAST_VALUES,
+    )
+    centring: float = key(
+        "factor of (chosen + rejected)^2 at the last tokens, added to the loss",
+        default=0.0,
+        range=NOT_NEGATIVE,
+        acts=_LEARNS_REWARDS,
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", member(self.loss, of=RewardLossName, key="reward.loss"))
+        refuse(key_faults(self, section="reward"))
+
+
+@section
+class RewardConfig(PairwisePolicy, StrategyConfig):
     """The reward of an answer, and the reward model that is trained, or that gives rewards (reward.path) in an engine of its own, like the
     critic."""
 
@@ -73,17 +125,4 @@ class RewardConfig(StrategyConfig):
         "longest time of one call of a function or an environment",
         range=Range(low=0, high=86_400, above=True),
         acts=DRAWS,
-    )
-    loss: RewardLossName | None = key(
-        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values after the common "
-        "beginning",
-        acts=_LEARNS_REWARDS,
-    )
-    margin: float | None = key(
-        "by which a chosen answer's value is to be larger, where a record has no margin",
-        range=NOT_NEGATIVE,
-        acts=_LEARNS_REWARDS,
-    )
-    centring: float | None = key(
-        "factor of (chosen + rejected)^2, added to the loss", range=NOT_NEGATIVE, acts=_LEARNS_REWARDS
     )

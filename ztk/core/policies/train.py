@@ -1,15 +1,15 @@
 """Keys of a run: task, length, batch, evaluation, checkpoints, logging, ranks."""
 
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.key import Changes, When, key, section, tasks
 from ztk.core.policies.paths import Paths
 from ztk.core.policies.profile import ProfilePolicy
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range, member
 from ztk.core.policies.runs import ANSWERING, AUTO, aligns, draws, holds_out, reads_lines, reads_records, trains
 
 if TYPE_CHECKING:
@@ -386,19 +386,40 @@ class CheckpointConfig:
         return bool(self.every or self.last)
 
 
-@dataclass(kw_only=True)
-class LoggerConfig:
-    """Loggers. metrics.jsonl and summary.json are written in any case."""
+@dataclass(frozen=True, kw_only=True)
+class TrackerPolicy:
+    """The logger of a run and the description of the run for it.
 
-    changes: ClassVar = Changes.nothing
+    group: the sweep that the run belongs to. name: its overrides, joined. job_type: its task. config: every option, resolved. Only wandb
+    uses project, group, name and job_type.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
 
     mode: LoggerMode = key(
         "offline: wandb writes into the run folder; online: to its server, needs a login; tensorboard: event files in the run folder; "
         "csv: metrics.csv there; disabled: none",
-        default=MISSING,
+        default=LoggerMode.offline,
+        chosen=True,
         contradicts=_installed,
     )
-    project: str | None = key("wandb's project", acts=_TO_WANDB)
+    project: str = key("wandb's project", default="ztk", acts=_TO_WANDB)
+    group: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", member(self.mode, of=LoggerMode, key="logger.mode"))
+
+
+@section
+class LoggerConfig(TrackerPolicy):
+    """Loggers. metrics.jsonl and summary.json are written in any case."""
+
+    changes: ClassVar = Changes.nothing
+
     every: int | None = key(
         "steps between rows given to the logger, a multiple of train.log_every",
         range=COUNT,

@@ -1,7 +1,6 @@
 """Pipeline parallelism: schedules as data, and the partitioning of layers into stages."""
 
-from ztk.core.policies.pipeline import PipelinePolicy
-from ztk.core.policies.topology import ScheduleName
+from ztk.core.policies.pipeline import PipelinePolicy, ScheduleName
 from ztk.parallel.pipeline.actions import Action, Kind
 from ztk.parallel.pipeline.layers import MicroBatch
 from ztk.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec

@@ -13,8 +13,7 @@ ranks arrive in the expected order.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ztk.core.policies.pipeline import check_schedule
-from ztk.core.policies.topology import ScheduleName
+from ztk.core.policies.pipeline import ScheduleName, check_schedule
 from ztk.parallel.pipeline.actions import Action, Kind
 from ztk.parallel.pipeline.simulate import Costs, Timeline, simulate
 
@@ -166,7 +165,7 @@ def _in_turn(forwards: list[Action], *, backwards: list[Action], num_warmup: int
 
 _ORDERS: dict[ScheduleName, Callable[..., list[Action]]] = {
     ScheduleName.gpipe: _gpipe,
-    ScheduleName.one_f_one_b: _one_f_one_b,
+    ScheduleName("1f1b"): _one_f_one_b,
     ScheduleName.interleaved: _interleaved,
     ScheduleName.zero_bubble: _zero_bubble,
 }

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from ztk.core.policies.tensor import Style, TensorRule
 from ztk.nn.linear import Linear
 from ztk.parallel.tensor.heads import Heads, head_by_head, is_attention
-from ztk.parallel.tensor.rules import Style, TensorRule
 
 _QUERY, _KEY, _VALUE = ("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v")
 # Names of layers that write the hidden states, used if sizes do not distinguish them from layers that read them.

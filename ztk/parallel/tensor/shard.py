@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ztk.core.policies.tensor import Style, TensorPolicy, TensorRule
 from ztk.core.runtime import Comm, Mesh
 from ztk.core.runtime.part import Part, share_first_values
 from ztk.nn.staged import Arguments, sequence_length
@@ -18,7 +19,6 @@ from ztk.parallel.tensor.derived import is_conv1d
 from ztk.parallel.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
 from ztk.parallel.tensor.layers import TensorAxis
 from ztk.parallel.tensor.loss import VocabularyParallelLoss
-from ztk.parallel.tensor.rules import Style, TensorPolicy, TensorRule
 from ztk.parallel.tensor.tensor_plan import TensorPlan, plan_of
 
 _KEY = "topology.tensor (tensor_parallel.autotp_size)"

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ztk.core.policies.topology import tensor_rule
+from ztk.core.policies.tensor import Style, TensorRule, tensor_rule
 from ztk.nn import Decoder
 from ztk.parallel.tensor.derived import derived_rules
 from ztk.parallel.tensor.heads import Heads, is_attention
-from ztk.parallel.tensor.rules import Style, TensorRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,8 @@
 sequences, and their data records.
 """
 
-from ztk.core.policies.align import DistillPolicy
+from ztk.core.policies.align import WITHOUT_REFERENCE, DistillPolicy, DpoPolicy
+from ztk.core.policies.reward import PairwisePolicy
 from ztk.rl.align.advantages import (
     Mismatch,
     equal_groups,
@@ -14,12 +15,8 @@ from ztk.rl.align.advantages import (
 from ztk.rl.align.distillation import distill_losses
 from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
 from ztk.rl.align.preferences import (
-    WITHOUT_REFERENCE,
-    DpoPolicy,
-    KtoPolicy,
     PairLogprobs,
     PairLosses,
-    PairwisePolicy,
     dpo_loss,
     dpo_losses,
     kto_losses,
@@ -51,7 +48,6 @@ __all__ = [
     "Encoding",
     "Example",
     "Frontier",
-    "KtoPolicy",
     "Mismatch",
     "Packing",
     "PairLogprobs",

@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.core.policies.align import DpoPolicy
+from ztk.core.policies.reward import PairwisePolicy
 from ztk.rl.align.sequences import Sequences, segment_sums
-
-DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
-WITHOUT_REFERENCE = ("simpo", "orpo")
-_SMOOTHED = ("sigmoid", "simpo")
-PAIRWISE_LOSSES = ("bradley_terry", "per_token")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,33 +23,6 @@ class PairLosses:
     losses: Tensor
     chosen: Tensor
     rejected: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairwisePolicy:
-    """loss: bradley_terry is -log sigmoid(chosen - rejected - margin) of the values at the last tokens (Ouyang et al. 2022, arXiv
-    2203.02155; margin: Touvron et al. 2023, arXiv 2307.09288). per_token is DeepSpeed-Chat's: the mean of -log sigmoid(chosen - rejected)
-    over the positions from the first token in which the sequences differ to the end of the longer one.
-    margin: used for pairs without their own. centring: factor of (chosen + rejected)^2 at the last tokens (Eisenstein et al. 2023, arXiv
-    2312.09244).
-
-    Raises:
-        ValueError: a number out of its range, an unknown loss, or a margin with per_token.
-    """
-
-    loss: str = "bradley_terry"
-    margin: float = 0.0
-    centring: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.loss not in PAIRWISE_LOSSES:
-            raise ValueError(f"reward.loss={self.loss}: must be one of {', '.join(PAIRWISE_LOSSES)}")
-        if not self.centring >= 0:
-            raise ValueError(f"reward.centring={self.centring}: must be 0 or more")
-        if self.margin and self.loss == "per_token":
-            raise ValueError(
-                f"reward.margin={self.margin}: reward.loss=per_token has none; use 0, or reward.loss=bradley_terry"
-            )
 
 
 def last_values(values: Tensor, *, sequences: Sequences) -> Tensor:
@@ -105,52 +75,6 @@ def _extended(values: Tensor, *, length: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DpoPolicy:
-    """loss: sigmoid (Rafailov et al. 2023, arXiv 2305.18290), ipo (Azar et al. 2023, arXiv 2310.12036), hinge (Zhao et al. 2023, arXiv
-    2305.10425), simpo (Meng et al. 2024, arXiv 2405.14734), or orpo (Hong et al. 2024, arXiv 2403.07691). The last two have no reference
-    and average over an answer's tokens.
-
-    beta: factor of the log ratios; the target margin of ipo is 1 / (2 beta).
-    label_smoothing: assumed fraction of pairs with swapped answers (Mitchell 2023, cDPO), for sigmoid and simpo.
-    length_normalised: log-probabilities are averaged over an answer's tokens.
-    sft_weight: factor of the chosen answers' mean negative log-probability per token, which is added to the loss (arXiv 2404.19733). orpo
-    includes the tokens of the prompts.
-    margin: subtracted from beta times the difference in simpo.
-
-    Raises:
-        ValueError: a number out of its range, or an unknown loss.
-    """
-
-    loss: str = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    length_normalised: bool = False
-    sft_weight: float = 0.0
-    margin: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.loss not in DPO_LOSSES:
-            raise ValueError(f"dpo.loss={self.loss}: must be one of {', '.join(DPO_LOSSES)}")
-        if not self.beta > 0:
-            raise ValueError(f"dpo.beta={self.beta}: must be above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"dpo.label_smoothing={self.label_smoothing}: must be 0 or more and below 0.5")
-        if self.label_smoothing and self.loss not in _SMOOTHED:
-            raise ValueError(
-                f"dpo.label_smoothing={self.label_smoothing}: dpo.loss={self.loss} has none; use 0, or dpo.loss=sigmoid"
-            )
-        if not self.sft_weight >= 0:
-            raise ValueError(f"dpo.sft_weight={self.sft_weight}: must be 0 or more")
-        if not self.margin >= 0:
-            raise ValueError(f"dpo.margin={self.margin}: must be 0 or more")
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether log-probabilities are averaged over an answer's tokens."""
-        return self.length_normalised or self.loss in WITHOUT_REFERENCE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PairLogprobs:
     """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and their numbers of tokens, int64 [P].
 
@@ -175,7 +99,12 @@ def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprob
     """Returns the loss of every pair without the term of sft_weight, and the implicit rewards beta * log(p / p_reference).
 
     reference: the same pairs under the reference; without it, its log-probabilities are taken as 0.
+
+    Raises:
+        ValueError: dpo.loss=kto, the loss of single answers.
     """
+    if policy.loss == "kto":
+        raise ValueError("dpo.loss=kto: pairs have another loss; use kto_losses, or dpo.loss=sigmoid")
     chosen = pairs.chosen if reference is None else pairs.chosen - reference.chosen
     rejected = pairs.rejected if reference is None else pairs.rejected - reference.rejected
     if policy.is_mean:
@@ -188,7 +117,9 @@ def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprob
     elif policy.loss == "orpo":
         losses = -policy.beta * F.logsigmoid(margin - (_log1mexp(chosen) - _log1mexp(rejected)))
     else:
-        smooth, scaled = policy.label_smoothing, policy.beta * margin - policy.margin
+        smooth, scaled = policy.label_smoothing, policy.beta * margin
+        if policy.loss == "simpo":
+            scaled = scaled - policy.margin
         losses = -F.logsigmoid(scaled) * (1 - smooth) - F.logsigmoid(-scaled) * smooth
     return PairLosses(losses=losses, chosen=policy.beta * chosen.detach(), rejected=policy.beta * rejected.detach())
 
@@ -221,33 +152,16 @@ def _log1mexp(x: Tensor) -> Tensor:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KtoPolicy:
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306).
-
-    beta: factor of the log ratios to the reference. desirable_weight, undesirable_weight: factors of the losses of either label.
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"dpo.beta={self.beta}: must be above 0")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"dpo.{name}={getattr(self, name)}: must be 0 or more")
-
-
-def kto_losses(log_ratios: Tensor, *, labels: Tensor, kl: Tensor, policy: KtoPolicy) -> Tensor:
+def kto_losses(log_ratios: Tensor, *, labels: Tensor, kl: Tensor, policy: DpoPolicy) -> Tensor:
     """Returns the loss of every answer: log ratios to the reference [P], labels bool [P] -> [P].
 
     kl: the mean log ratio of answers to other prompts, a scalar without gradient; negative values are taken as 0.
+
+    Raises:
+        ValueError: another loss than dpo.loss=kto.
     """
+    if policy.loss != "kto":
+        raise ValueError(f"dpo.loss={policy.loss}: single answers have another loss; use dpo_losses, or dpo.loss=kto")
     signs = torch.where(labels, 1.0, -1.0).to(log_ratios)
     weights = torch.where(labels, policy.desirable_weight, policy.undesirable_weight).to(log_ratios)
     return weights * (1 - torch.sigmoid(policy.beta * signs * (log_ratios - kl.clamp(min=0))))
