@@ -44,12 +44,14 @@ def test_stages_are_their_numbers():
 
 
 def test_names_that_went_show_the_way():
-    for name in ("runtime.constants", "runtime.pipe.schedule", "runtime.zero.tiling"):
+    for name in ("runtime.constants", "runtime.pipe.schedule", "runtime.zero.tiling", "profiling.flops_profiler"):
         with pytest.raises(ModuleNotFoundError, match="does not offer this module; "):
             Finder().find_spec(f"deepspeed.{name}")
         assert GONE[f"deepspeed.{name}"] and f"deepspeed.{name}" not in MODULES
     with pytest.raises(AttributeError, match="TiledLinear: not offered by ztk; use nn.Linear with topology.tensor"):
         deepspeed.zero.TiledLinear  # noqa: B018
+    with pytest.raises(AttributeError, match="needs_all_live: not offered by ztk; ztk.plan"):
+        deepspeed.zero.estimate_zero3_model_states_mem_needs_all_live  # noqa: B018
 
 
 def test_partitions_are_bounds():

@@ -1,4 +1,4 @@
-"""Measurements and output during a run: monitors, the FLOPs profiler, the communication log, timers."""
+"""Measurements and output during a run: monitors, the communication log, timers."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from ztk.deepspeed.collectives.log import LogSwitches
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
-    at_least,
     boolean,
+    hint,
     keys_of,
     one_of,
     optional,
@@ -17,13 +17,6 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-
-
-def _depth(value: object) -> int:
-    try:
-        return whole_number(-1)(value)
-    except ValueError as error:
-        raise ValueError(f"{error}; -1 is for the innermost modules") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +54,6 @@ class CometPolicy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlopsPolicy:
-    """The profiled step (number of steps before it), and the printed tables.
-
-    recompute_fwd_factor: number of forwards that a backward repeats. module_depth: -1 for all. output_file: defaults to the terminal.
-    """
-
-    recompute_fwd_factor: Annotated[float, at_least(0)] = 0.0
-    profile_step: Annotated[int, whole_number(0)] = 1
-    module_depth: Annotated[int, _depth] = -1
-    top_modules: Annotated[int, whole_number(1)] = 1
-    detailed: bool = True
-    output_file: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputPolicy:
     """Samples per second, every `steps_per_print`. synchronized: waits for the GPU, so that the times are complete."""
 
@@ -103,16 +81,29 @@ class Watching:
     """The settings of all measurements; None for disabled ones."""
 
     monitors: MonitorPolicy
-    flops: FlopsPolicy | None
     comms: LogSwitches | None
     throughput: ThroughputPolicy
 
 
 _MONITORS = {"tensorboard": FilesPolicy, "csv_monitor": FilesPolicy, "wandb": WandbPolicy, "comet": CometPolicy}
-_POLICIES = {**_MONITORS, "flops_profiler": FlopsPolicy}
+_COUNTS = "ztk prints no profile: with torch.utils.flop_counter.FlopCounterMode(): engine(batch) counts each module's operations"
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # packages
 SECTIONS = {
-    **{name: {"enabled": takes(boolean), **keys_of(policy)} for name, policy in _POLICIES.items()},
+    **{name: {"enabled": takes(boolean), **keys_of(policy)} for name, policy in _MONITORS.items()},
+    "flops_profiler": {
+        "enabled": hint(boolean, _COUNTS, usual=(False,)),
+        **{
+            name: takes(anything)
+            for name in (
+                "recompute_fwd_factor",
+                "profile_step",
+                "module_depth",
+                "top_modules",
+                "detailed",
+                "output_file",
+            )
+        },
+    },
     "comms_logger": keys_of(LogSwitches),
     "timers": {"throughput": takes(anything)},
 }
@@ -134,10 +125,8 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
                 f"{name}.enabled: the package {package} is not installed; pip install {package}, or use csv_monitor"
             )
 
-    made = {name: policy(**on[name]) for name, policy in _POLICIES.items() if name in on}
     return Watching(
-        monitors=MonitorPolicy(**{name: policy for name, policy in made.items() if name in _MONITORS}),
-        flops=made.get("flops_profiler"),
+        monitors=MonitorPolicy(**{name: policy(**on[name]) for name, policy in _MONITORS.items() if name in on}),
         comms=LogSwitches(enabled=True, **on["comms_logger"]) if "comms_logger" in on else None,
         throughput=ThroughputPolicy(**throughput),
     )

@@ -80,7 +80,6 @@ class Getters:
     monitor = property(
         attrgetter("_watcher.monitor"), doc="The monitors of the configuration. Scripts may also write events to them."
     )
-    flops_profiler = property(attrgetter("_watcher.flops"), doc="The FLOPs profiler of the configuration, or None.")
     tput_timer = property(
         attrgetter("_watcher.throughput"), doc="Samples per second, counted from the first read or if printed."
     )
@@ -113,10 +112,6 @@ class Getters:
     def dynamic_loss_scale(self) -> bool:
         """Returns whether the loss scale is dynamic; see `loss_scale`."""
         return self.settings.static_loss_scale == 0
-
-    def flops_profiler_enabled(self) -> bool:
-        """Returns whether the configuration enables a FLOPs profile."""
-        return self.settings.watching.flops is not None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Returns the dtypes of the model and of gradient accumulation."""

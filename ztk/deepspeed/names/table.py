@@ -24,10 +24,6 @@ _LEAF_MODULES = {
 }
 
 ZERO: dict[str, str] = {  # names in `deepspeed.zero`
-    "ztk.deepspeed.zero.estimates": (
-        "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
-        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
-    ),
     "ztk.deepspeed.zero.gathered": (
         "DeepSpeedZeRoOffload GatheredParameters register_external_parameter unregister_external_parameter "
         "unwrap_model_for_generation"
@@ -107,8 +103,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.ops.op_builder.all_ops": {"ztk.deepspeed.tools.op_builders": "ALL_OPS"},
     "deepspeed.ops.op_builder.builder": {"ztk.deepspeed.tools.op_builders": "OpBuilder"},
     "deepspeed.pipe": "ztk.deepspeed.pipe",
-    "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
-    "deepspeed.profiling.flops_profiler.profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
     "deepspeed.version": "ztk.deepspeed.version",
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.moe
@@ -192,15 +186,9 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.runtime.zero.stage3": {
         "ztk.deepspeed.optimizers.sharded": "DeepSpeedZeroOptimizer_Stage3",
-        "ztk.deepspeed.zero.estimates": (
-            "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
-        ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "ztk.deepspeed.optimizers.sharded": "DeepSpeedZeroOptimizer",
-        "ztk.deepspeed.zero.estimates": (
-            "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
-        ),
     },
     # deepspeed.sequence
     "deepspeed.sequence.layer": {"ztk.deepspeed.ulysses.layer": "DistributedAttention"},
@@ -229,12 +217,19 @@ MODULES: dict[str, Row] = {
 }
 # Modules and names that no project of the survey in docs/deepspeed_users.md imports -> the way to the same end.
 GONE = {
+    "deepspeed.profiling": "use torch.utils.flop_counter.FlopCounterMode, which counts each module's operations",
+    "deepspeed.profiling.flops_profiler": "use torch.utils.flop_counter.FlopCounterMode, which counts each module's operations",
     "deepspeed.runtime.constants": "write a key of the configuration as text: config['train_batch_size']",
     "deepspeed.runtime.pipe.schedule": "ztk.parallel.pipeline.schedule has the schedules that the engine runs",
     "deepspeed.runtime.zero.tiling": "a Linear that is too large for a GPU is gathered in pieces: topology.tensor, or deepspeed.zero.Init",
     "deepspeed.zero.TiledLinear": "use nn.Linear with topology.tensor, or with deepspeed.zero.Init",
     "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": "torch.amp.GradScaler scales the loss of an own loop",
 }
+_ESTIMATE = "ztk.plan, or python run.py task=plan with the run's options, counts every tier's bytes"
+for _stage, _homes in ((2, ("zero", "runtime.zero.stage_1_and_2")), (3, ("zero", "runtime.zero.stage3"))):
+    for _home in _homes:
+        for _kind in ("live", "cold"):
+            GONE[f"deepspeed.{_home}.estimate_zero{_stage}_model_states_mem_needs_all_{_kind}"] = _ESTIMATE
 for _name in tuple(MODULES):
     while _name := _name.rpartition(".")[0]:
         MODULES.setdefault(_name, {})

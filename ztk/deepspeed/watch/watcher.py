@@ -12,7 +12,6 @@ from ztk.deepspeed.config import Settings
 from ztk.deepspeed.tools.helpers import see_memory_usage
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.tools.timers import ThroughputTimer, now
-from ztk.deepspeed.watch.flops import FlopsProfiler, print_profiles
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster
 from ztk.train.engine import Engine
 
@@ -67,10 +66,9 @@ class Watcher:
         self.monitor = MonitorMaster(watching.monitors)
         self.clock = WallClock() if settings.wall_clock_breakdown else None
         self._prints_times = settings.wall_clock_breakdown and process.rank == 0
-        self.flops = FlopsProfiler(facade.module) if watching.flops else None
         wanted = settings.wall_clock_breakdown or settings.memory_breakdown
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
-        self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
+        self._is_first = process.rank == 0
         self._throughput = ThroughputTimer(watching.throughput, settings.batch.train)
         self._is_read = False  # by a script; enables counting
         self._seconds: dict[str, float] = {}
@@ -96,17 +94,8 @@ class Watcher:
     def forward(self) -> Iterator[None]:
         """Wraps the module's forward."""
         self._start_throughput()
-        profiled = self._profiles_now()
-        if profiled:
-            assert self.flops is not None
-            self.flops.start_profile()
-        try:
-            with self._timed("fwd"):
-                yield
-        finally:
-            if profiled:
-                assert self.flops is not None
-                self.flops.stop_profile()
+        with self._timed("fwd"):
+            yield
         self._see("after forward")
 
     @contextmanager
@@ -124,11 +113,8 @@ class Watcher:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Wraps a pipeline's full step, whose time counts as `step`. If the step is profiled, every stage's first forward is."""
+        """Wraps a pipeline's full step, whose time counts as `step`."""
         self._start_throughput()
-        if self._profiles_now():
-            assert self.flops is not None
-            self.flops.start_profile(once=True)
         with self.step():
             yield
 
@@ -155,8 +141,6 @@ class Watcher:
                 _log_times(self.clock.step)
             if self._every and step % self._every == 0:
                 self._report(step)
-        if self.flops is not None and self.flops.started:
-            self._print_profile(step)
         if self.clock is not None:
             self.clock.end_step()
 
@@ -170,20 +154,6 @@ class Watcher:
 
     def _timed(self, name: str):
         return nullcontext() if self.clock is None else self.clock.phase(name, phases=self._engine.clock.seconds)
-
-    def _profiles_now(self) -> bool:
-        policy = self._settings.watching.flops
-        is_asked = self.flops is not None and (self._is_first or self._stages.size > 1)
-        return is_asked and policy is not None and self._facade.global_steps == policy.profile_step
-
-    def _print_profile(self, step: int) -> None:
-        policy, flops = self._settings.watching.flops, self.flops
-        assert policy is not None and flops is not None, "the profiler is on"
-        own = flops.profile(depth=policy.module_depth if policy.detailed else max(policy.module_depth, 1))
-        stages = self._stages.gather_objects(own) if self._stages.size > 1 else [own]
-        if self._is_first:
-            print_profiles(stages, step=step, output_file=policy.output_file)
-        flops.end_profile()
 
     def _events(self) -> list[Event]:
         facade = self._facade

@@ -5,18 +5,6 @@ from typing import TYPE_CHECKING, Any
 from ztk.deepspeed.names.tree import lookup, names_of
 
 if TYPE_CHECKING:
-    from ztk.deepspeed.zero.estimates import (
-        estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-    )
-    from ztk.deepspeed.zero.estimates import (
-        estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
-    )
-    from ztk.deepspeed.zero.estimates import (
-        estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-    )
-    from ztk.deepspeed.zero.estimates import (
-        estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
-    )
     from ztk.deepspeed.zero.gathered import DeepSpeedZeRoOffload as DeepSpeedZeRoOffload
     from ztk.deepspeed.zero.gathered import GatheredParameters as GatheredParameters
     from ztk.deepspeed.zero.gathered import register_external_parameter as register_external_parameter
