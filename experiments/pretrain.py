@@ -4,7 +4,7 @@ This program does not depend on where parameters, gradients and optimizer states
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
-from ztk.core.runtime.seed import kept_generators
+from ztk.core.runtime.seed import generator, kept_generators
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.experiments import policies
 from ztk.experiments.limits import Limits
@@ -30,7 +30,7 @@ from ztk.experiments.streams import Corpus, held_out_sequences, model_call, open
 from ztk.experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
 from ztk.experiments.work import step_work
 from ztk.hf.causal import open_causal
-from ztk.nn import Decoder, initial_values, sample_tokens
+from ztk.nn import Decoder, initial_values
 from ztk.nn.lora import adapter_values, add_adapters
 from ztk.parallel.apply import parallelize
 from ztk.parallel.pipeline import MicroBatch, PipelineModule
@@ -42,6 +42,7 @@ SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
 SAMPLE_TOKENS = 48
 PROMPT_TOKENS = 16
+SAMPLE_TEMPERATURE = 0.8
 
 
 def main(config: Config) -> None:
@@ -312,16 +313,29 @@ def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int
     if logits_of is None:
         return None
     with engine.evaluating():
-        tokens = sample_tokens(
-            logits_of,
+        draws = torch.rand(num_tokens, generator=generator(config.train.seed, "sample"), dtype=torch.float64)
+        tokens = continued(
+            lambda tokens: logits_of(tokens.to(engine.process.device))[..., : tokenizer.vocab_size],
             prompt=prompt.long(),
-            num_tokens=num_tokens,
-            vocab_size=tokenizer.vocab_size,
+            draws=draws,
             max_seq_len=config.data.seq_len,
-            device=engine.process.device,
-            seed=config.train.seed,
         )
     return printable(tokenizer.decode(tokens))
+
+
+@torch.no_grad()
+def continued(logits_of: Callable[[Tensor], Tensor], *, prompt: Tensor, draws: Tensor, max_seq_len: int) -> Tensor:
+    """Returns `prompt`, int64 [T], and a token per draw. A forward per token, so that models that ranks share and own models have a sample.
+
+    logits_of: tokens [1, T] of the last `max_seq_len` to logits [1, T, V]. draws: float64 in [0, 1), equal on all ranks.
+    """
+    tokens = prompt
+    for draw in draws.tolist():
+        logits = logits_of(tokens[-max_seq_len:].unsqueeze(0))[0, -1].double().cpu()
+        cumulative = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1).cumsum(dim=-1)
+        token = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True).clamp(max=len(logits) - 1)
+        tokens = torch.cat([tokens, token])
+    return tokens
 
 
 def printable(text: str) -> str:

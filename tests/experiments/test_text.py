@@ -4,11 +4,13 @@ import json
 import os
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run, summary_of
 from ztk.checkpoint.export import export_safetensors
+from ztk.experiments.pretrain import SAMPLE_TEMPERATURE, continued
 from ztk.serve.models import open_model
 
 LINES = [f"def function_{number}(x):\n    return x + {number}\n" * (1 + number % 3) for number in range(400)]
@@ -108,3 +110,19 @@ def test_bad_input_is_refused_before_ranks_start(trained, tmp_path):
     assert done.returncode == 2
     assert "bad.jsonl, line 2: not JSON" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("overrides.json")) and not list(tmp_path.rglob("ranks"))
+
+
+def test_a_sample_has_the_models_probabilities_and_a_bounded_context():
+    lengths = []
+
+    def three_to_one(tokens: torch.Tensor) -> torch.Tensor:
+        lengths.append(tokens.shape[1])
+        logits = torch.full((*tokens.shape, 256), -1e9)
+        logits[..., ord("a")], logits[..., ord("b")] = torch.log(torch.tensor(3.0)), 0.0
+        return logits.requires_grad_()
+
+    draws = torch.linspace(0, 1, 401, dtype=torch.float64)[:-1]
+    tokens = continued(three_to_one, prompt=torch.tensor([45]), draws=draws, max_seq_len=16)
+    odds = 3 ** (1 / SAMPLE_TEMPERATURE)
+    assert set(tokens[1:].tolist()) == {ord("a"), ord("b")} and max(lengths) == 16 and not tokens.requires_grad
+    assert abs((tokens == ord("a")).sum() - 400 * odds / (1 + odds)) <= 1
