@@ -12,6 +12,7 @@ CPU = Machine(gpus=0, cores=2)
 USES = {
     "zero.secondary_shards": (("zero=stage3",), "2", 2),
     "topology.sequence_norms": (("topology=tp2",), "true", True),
+    "rollout.ahead": (("task=grpo",), "1", 1),
 }
 
 
