@@ -67,7 +67,9 @@ def main() -> None:
                     )
                     where = (f"warm_start.path={base}", "warm_start.steps=0", f"rollout.servers=[{','.join(urls)}]")
                     row = {"staleness": staleness, "seed": seed}
-                    row |= measured(folder / f"{seed}-{staleness}", *where, *words, *given.words, urls=urls)
+                    row |= measured(
+                        folder / f"{seed}-{staleness}", *where, *words, *given.words, staleness=staleness, urls=urls
+                    )
                     print(json.dumps(row), flush=True)
                     rows.append(row)
         for staleness in given.staleness:
@@ -85,8 +87,8 @@ def trained(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def measured(folder: Path, *words: str, urls: Sequence[str]) -> dict[str, float]:
-    """One run and the servers during its steps."""
+def measured(folder: Path, *words: str, staleness: int, urls: Sequence[str]) -> dict[str, float]:
+    """One run and the servers during its steps: values of `described`."""
     before = sum(map(computed, urls))
     text = trained(folder, *words)
     busy = sum(map(computed, urls)) - before
@@ -98,7 +100,7 @@ def measured(folder: Path, *words: str, urls: Sequence[str]) -> dict[str, float]
         math.prod(shape) * 4
         for shape in json.loads(urllib.request.urlopen(f"{urls[0]}/v1/weights").read())["parameters"].values()
     )
-    versions = len(rows) + 1  # also those of the last evaluation
+    versions = len(rows) + 1 - staleness  # the first, those after each step, and none for rollouts after the last one
 
     def mean(name: str) -> float:
         return sum(row[name] for row in rows) / len(rows)
