@@ -439,6 +439,21 @@ def bare_functions(tree: ast.Module) -> Iterator[str]:
             yield f"{node.name} derives from torch.autograd.Function: derive it from ztk.kernels.launch.functions"
 
 
+# Modules within `ztk.zero` that DeepSpeed's layer imports, next to the methods of the engine. No commit may add one.
+OF_PARAMETERS = {"construction", "partitioned", "released"}  # parameters before there is an engine, and their classes
+OF_BUCKETS = {"bucket", "gradient", "residency"}  # the bucket of a parameter, and the state of both
+IN_ZERO = {f"ztk.zero.parameters.{name}" for name in OF_PARAMETERS} | {
+    f"ztk.zero.buckets.{name}" for name in OF_BUCKETS
+}
+
+
+def test_deepspeed_uses_the_engine():
+    inside = re.compile(r"ztk\.zero\.(parameters|buckets|update|state)\.")
+    files = (ROOT / "ztk" / "deepspeed").rglob("*.py")
+    found = {name for path in files for name in imported(parsed(path)) if inside.match(name)}
+    assert {".".join(name.split(".")[:4]) for name in found} == IN_ZERO
+
+
 def test_autograd_functions_refuse_what_they_cannot_differentiate():
     own = {
         "ztk/kernels/launch/functions.py",

@@ -10,9 +10,9 @@ import torch
 from tests.slow.test_states import FORMATS, VOCAB, Format, chain, final, losses
 from tests.zero.models import Layout, batches, make_engine, train
 from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.tier import StateKind
 from ztk.core.runtime import Tier
 from ztk.optim import OptimizerPolicy
-from ztk.zero.state.offload import StateKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

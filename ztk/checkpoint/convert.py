@@ -23,7 +23,7 @@ from ztk.checkpoint.shardfile import Slice, describe_file, file_name
 from ztk.checkpoint.sources import Key, SafetensorsSource, Source, StateDictSource, TorchDistributedSource
 from ztk.checkpoint.tensorfile import TensorSpec, write_tensors
 from ztk.core.policies.records import weight_files
-from ztk.zero.update.piece_states import FROZEN, MASTER
+from ztk.optim.states import FROZEN, MASTER
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama, which may store tied weights twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)

@@ -21,7 +21,7 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.manifest import BUFFER
 from ztk.checkpoint.sources import RANGE_ELEMENTS, Key
-from ztk.zero.update.piece_states import FROZEN, MASTER
+from ztk.optim.states import FROZEN, MASTER
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -30,8 +30,8 @@ from ztk.core.policies.records import run_folder, weight_files
 from ztk.core.precision.names import DTYPES
 from ztk.data.subword import read_settings, token_text
 from ztk.nn.lora import adapter_of, is_adapter
+from ztk.optim.states import FROZEN, MASTER
 from ztk.zero.buckets.context import AVERAGE
-from ztk.zero.update.piece_states import FROZEN, MASTER
 
 SHARD_BYTES = 5 << 30  # bytes per exported file, the default of Hugging Face
 

@@ -12,8 +12,8 @@ from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import Manifest, TensorInfo
 from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
+from ztk.optim.states import FROZEN, MASTER
 from ztk.zero.buckets.context import AVERAGE
-from ztk.zero.update.piece_states import FROZEN, MASTER
 
 _SHOWN = 4  # names per error message
 _RANGE_ELEMENTS = 1 << 20  # elements compared at a time

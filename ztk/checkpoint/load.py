@@ -25,9 +25,9 @@ from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.shares import ranges_of, shares_of, with_entries, without_entries
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
 from ztk.core.runtime.part import Part
+from ztk.optim.states import FROZEN, MASTER
 from ztk.train.engine import Engine
 from ztk.zero.buckets.context import AVERAGE
-from ztk.zero.update.piece_states import FROZEN, MASTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from ztk.core.precision.names import DTYPE_NAMES
 from ztk.core.runtime import Tier
 from ztk.core.runtime.part import Part
 from ztk.optim import WholeStep
+from ztk.optim.states import FROZEN
 from ztk.train.engine import Engine
-from ztk.zero.update.piece_states import FROZEN
 
 Append = Callable[..., None]  # called as append(key, value=)
 

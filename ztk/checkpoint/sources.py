@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ztk.checkpoint.errors import CheckpointError
-from ztk.zero.update.piece_states import MASTER
+from ztk.optim.states import MASTER
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at a time
 

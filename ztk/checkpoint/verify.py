@@ -11,7 +11,7 @@ from ztk.checkpoint.folder import every_checkpoint
 from ztk.checkpoint.manifest import BUFFER, RNG, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.core.precision.names import DTYPES
-from ztk.zero.update.piece_states import FROZEN, MASTER
+from ztk.optim.states import FROZEN, MASTER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from ztk.checkpoint.reader import StateReader
 from ztk.core.precision.names import DTYPES
 from ztk.deepspeed.tools import device
 from ztk.deepspeed.tools.log import logger
-from ztk.zero.update.piece_states import FROZEN, MASTER
+from ztk.optim.states import FROZEN, MASTER
 
 SCRIPT = "zero_to_fp32.py"  # its name next to the checkpoints
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

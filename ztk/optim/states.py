@@ -13,6 +13,7 @@ from torch import Tensor
 from ztk.optim import eight_bit
 
 MASTER = "master"
+FROZEN, GRADIENT = "parameter", "gradient"  # other values of a parameter that are saved or moved by name
 ROW_ALIGNMENT = 64  # bytes: the same alignment of every row for vector loads and CPU kernels
 
 

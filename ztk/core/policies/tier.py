@@ -1,4 +1,4 @@
-"""The memory tiers."""
+"""The memory tiers, and the kinds of state that move between them."""
 
 from enum import StrEnum
 
@@ -17,3 +17,13 @@ class Tier(StrEnum):
     def label(self) -> str:
         """The tier in metrics and ledgers: device, host or nvme."""
         return {"none": "device", "cpu": "host"}.get(self.value, self.value)
+
+
+class StateKind(StrEnum):
+    """Kinds of state that can be offloaded."""
+
+    optim_states = "optim_states"  # the optimizer's moments, and the average of the weights
+    hp_params = "hp_params"  # fp32 master weights; fp32 parameters have none
+    lp_params = "lp_params"  # parameters, or their shards
+    lp_grads = "lp_grads"  # reduced gradients
+    contiguous_grad_buffer = "contiguous_grad_buffer"  # free buffers of gathered parameters and of unreduced gradients

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ztk.core.policies.tier import StateKind
 from ztk.core.runtime import Topology
 from ztk.deepspeed.config.top import BatchSizes
 from ztk.deepspeed.engine import owners
@@ -25,7 +26,6 @@ from ztk.deepspeed.start.loader import loader_of
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.watch.watcher import Watcher
 from ztk.train.engine import Engine
-from ztk.zero.state.offload import StateKind
 
 # Types that `initialize` accepts in place of an optimizer and a schedule.
 DeepSpeedOptimizerCallable = Callable[[Iterable], torch.optim.Optimizer]

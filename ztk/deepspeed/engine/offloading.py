@@ -2,11 +2,11 @@
 
 from collections.abc import Container
 
+from ztk.core.policies.tier import StateKind
 from ztk.core.runtime import Tier
 from ztk.deepspeed.tools.log import logger
 from ztk.train.engine import Engine
 from ztk.zero.offload import OffloadPolicy
-from ztk.zero.state.offload import StateKind
 
 OffloadStateTypeEnum = StateKind  # DeepSpeed's name, with the same members
 OffloadDeviceEnum = Tier  # DeepSpeed's name, with the same values

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.deepspeed.engine.owners import Owner, owner_of
+from ztk.optim.states import MASTER
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.parameters.partitioned import partitioned_of
 from ztk.zero.parameters.released import forget_saved
-from ztk.zero.update.piece_states import MASTER
 
 _modifiers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> open contexts with a modifier_rank
 _accepted: WeakIdKeyDictionary = (

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from ztk.deepspeed.engine.gradients import divisor_of, local_gradient
 from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.optim import TorchStep, WholeStep
+from ztk.optim.states import FROZEN, GRADIENT, MASTER
 from ztk.train.engine.engine import LIVE
-from ztk.zero.state.named import local_range
-from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
 # Full tensors
 
@@ -213,7 +212,7 @@ def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
     owner = _sharded(param)
     if not owner.is_trained:
         raise ValueError(f"parameter {owner.name} is frozen: it has no master weights, gradient or optimizer states")
-    expected = len(local_range(owner.bucket, name=owner.name))
+    expected = len(owner.bucket.local_range(owner.name))
     if not isinstance(value, Tensor) or value.numel() != expected:
         raise ValueError(f"value for {owner.name}: must be a tensor of {expected} elements, this rank's part")
     return owner
@@ -227,7 +226,7 @@ def _check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
             f"optim_state_key={key!r}: {optimizer.name} steps full parameters and keeps full states on every rank: use "
             "safe_get_full_optimizer_state and safe_set_full_optimizer_state"
         )
-    if sets and isinstance(optimizer, TorchStep) and local_range(owner.bucket, name=owner.name):
+    if sets and isinstance(optimizer, TorchStep) and owner.bucket.local_range(owner.name):
         owner.engine.zero.finish_update()
         if owner.name not in optimizer.progress():
             raise ValueError(

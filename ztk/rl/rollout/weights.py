@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ztk.core.policies.rollout import RolloutWeights
+from ztk.core.policies.tier import StateKind
 from ztk.inference.capacity import free_device_memory, free_memory
 from ztk.inference.sample import KEEPS_ALL, Cut
 from ztk.train.engine import Engine
-from ztk.zero.state.offload import StateKind
 
 _KINDS = (StateKind.optim_states, StateKind.hp_params)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.part import Part
+from ztk.optim.states import FROZEN, GRADIENT, MASTER
 from ztk.zero.buckets.bucket import Bucket
-from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
 if TYPE_CHECKING:
     from ztk.train.engine.engine import Engine

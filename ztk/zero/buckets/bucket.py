@@ -43,6 +43,11 @@ class Bucket:
         )
         self.gradient = BucketGradient(parameters, layout=layout)
 
+    def local_range(self, name: str) -> range:
+        """Returns the flat elements of the parameter `name` in this rank's shard."""
+        found = [f for f in self.layout.fragments(self.layout.shard(self.comm.rank)) if f.name == name]
+        return range(found[0].start, found[0].stop) if found else range(0)
+
     @property
     def state(self) -> ParameterState:
         """Where the parameters are."""

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ztk.optim.states import FROZEN, GRADIENT, MASTER
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.piece import Piece
 from ztk.zero.gathering import Gathering
 from ztk.zero.reduction import GradientReduction
-from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
+from ztk.zero.update.piece_states import PieceStates
 from ztk.zero.update.update import ShardUpdate
 
 WEIGHTS = (MASTER, FROZEN)
@@ -42,14 +43,14 @@ class NamedState:
         local = self.read_local(bucket, name=name, kind=kind)
         if local is None:
             return None
-        comm, placement, own = bucket.comm, bucket.layout.placement(name), local_range(bucket, name=name)
+        comm, placement, own = bucket.comm, bucket.layout.placement(name), bucket.local_range(name)
         full = torch.zeros(-(-placement.numel // comm.size) * comm.size, dtype=torch.float32, device=comm.device)
         full[own.start : own.stop] = local
         comm.all_reduce(full, label=name).wait()
         return full[: placement.numel].view(placement.shape)
 
     def read_local(self, bucket: Bucket, *, name: str, kind: str) -> Tensor | None:
-        """fp32 [len(local_range)]: the elements in this rank's shard, perhaps none. None for a gradient unless a step is due."""
+        """fp32 [len(bucket.local_range(name))]: the elements in this rank's shard, perhaps none. None for a gradient unless a step is due."""
         if kind == GRADIENT:
             if not self.has_gradient(bucket):
                 return None
@@ -76,7 +77,7 @@ class NamedState:
 
         A local call, unless it sets the weight of a bucket that is never sharded: then all ranks must make it.
         """
-        own = local_range(bucket, name=name)
+        own = bucket.local_range(name)
         flat = torch.zeros(bucket.layout.placement(name).numel, dtype=torch.float32)
         flat[own.start : own.stop] = value.detach().reshape(-1).to("cpu", torch.float32)
         self._write(bucket, flat={name: flat}, kind=kind, pieces=bucket.own_pieces)
@@ -123,12 +124,6 @@ class NamedState:
                 _copy_fragments(flat, piece=piece, out=gradient)
                 if piece in own:
                     yield gradient
-
-
-def local_range(bucket: Bucket, *, name: str) -> range:
-    """The flat elements of the parameter in this rank's shard."""
-    found = [f for f in bucket.layout.fragments(bucket.layout.shard(bucket.comm.rank)) if f.name == name]
-    return range(found[0].start, found[0].stop) if found else range(0)
 
 
 def _copy_fragments(flat: dict[str, Tensor], *, piece: Piece, out: Tensor) -> None:

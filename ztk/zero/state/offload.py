@@ -6,11 +6,11 @@ offloaded anyway stay where they are. If the device is the CPU, its memory is ho
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from ztk.core.policies.tier import StateKind
 from ztk.core.runtime import Tier
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
@@ -19,16 +19,6 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.parameters.released import placeholder, release
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.update.update import ShardUpdate
-
-
-class StateKind(StrEnum):
-    """Kinds of state that can be offloaded."""
-
-    optim_states = "optim_states"  # the optimizer's moments, and the average of the weights
-    hp_params = "hp_params"  # fp32 master weights; fp32 parameters have none
-    lp_params = "lp_params"  # parameters, or their shards
-    lp_grads = "lp_grads"  # reduced gradients
-    contiguous_grad_buffer = "contiguous_grad_buffer"  # free buffers of gathered parameters and of unreduced gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

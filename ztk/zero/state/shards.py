@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.part import Part
+from ztk.optim.states import FROZEN, MASTER
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.layout import Fragment
 from ztk.zero.buckets.piece import Piece
 from ztk.zero.gathering import Gathering
-from ztk.zero.update.piece_states import FROZEN, MASTER, PieceStates
+from ztk.zero.update.piece_states import PieceStates
 from ztk.zero.update.update import ShardUpdate
 
 

@@ -11,15 +11,10 @@ from ztk.core.runtime import Tier
 from ztk.core.runtime.planned import host_bytes, is_planned
 from ztk.core.runtime.store import Slot
 from ztk.optim import eight_bit
-from ztk.optim.states import MASTER
+from ztk.optim.states import FROZEN, MASTER
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import AVERAGE, ZeroContext
 from ztk.zero.buckets.piece import Piece
-
-FROZEN, GRADIENT = (
-    "parameter",
-    "gradient",
-)  # kinds of state, together with MASTER and the names of the optimizer's states
 
 
 class PieceStates:
