@@ -17,6 +17,8 @@ from ztk.core.policies.rollout import TransferName
 from ztk.inference import SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.rl.rollout import Fleet, ServerFault, ServersLost
+from ztk.rl.rollout.clients import Channel, ZtkClient
+from ztk.rl.rollout.served import draw_by
 from ztk.serve.app import ServePolicy
 from ztk.serve.models import Opened
 from ztk.serve.tokenizers import Bytes
@@ -157,7 +159,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fleet_of(*stubs, tmp_path, patience=30.0):
-    fleet = Fleet([stub.url for stub in stubs], parameters={"w": (2,)}, sends=True, patience_seconds=patience)
+    channels = [Channel(stub.url, seconds=patience) for stub in stubs]
+    clients = [ZtkClient(channel, parameters={"w": (2,)}) for channel in channels]
+    names = {"key": "rollout.servers", "wait_key": "rollout.servers_wait"}
+    fleet = Fleet(clients, sends=True, patience_seconds=patience, **names)
     (tmp_path / "0.safetensors").write_bytes(b"values")
     try:
         fleet.publish("v1", folder=tmp_path)
@@ -174,7 +179,7 @@ PROMPTS = [[number // 4] * (1 + number // 4) for number in range(48)]  # four an
 
 def drawn_by(fleet):
     sampling = [SamplingParams(max_tokens=2, draw_key=key) for key in range(len(PROMPTS))]
-    return [answer.tokens for answer in fleet.generate(PROMPTS, sampling=sampling)]
+    return [answer.tokens for answer in draw_by(fleet, prompts=PROMPTS, sampling=sampling)]
 
 
 EXPECTED = [[key, len(prompt)] for key, prompt in enumerate(PROMPTS)]
@@ -228,11 +233,11 @@ def test_answers_under_way_go_on_with_newer_weights_and_have_the_version_of_each
     gate = threading.Event()
     stub = Stub(answers=lambda server: gate.wait(60))
     with fleet_of(stub, tmp_path=tmp_path) as fleet, ThreadPoolExecutor(2) as pool:
-        earlier = pool.submit(fleet.generate, [[1]], sampling=[SamplingParams(draw_key=7)], oldest="v1")
+        earlier = pool.submit(draw_by, fleet, prompts=[[1]], sampling=[SamplingParams(draw_key=7)], oldest="v1")
         wait_until(lambda: len(stub.asked) == 1)
         fleet.publish("v2", folder=tmp_path)
         wait_until(lambda: stub.version == "v2")
-        later = pool.submit(fleet.generate, [[2]], sampling=[SamplingParams(draw_key=8)])
+        later = pool.submit(draw_by, fleet, prompts=[[2]], sampling=[SamplingParams(draw_key=8)])
         wait_until(lambda: len(stub.asked) == 2)
         gate.set()
         [answer], [other] = earlier.result(30), later.result(30)
@@ -253,7 +258,7 @@ def test_an_answer_by_older_weights_than_allowed_is_drawn_again(tmp_path):
 def test_a_server_that_sends_no_kept_tokens_is_named(tmp_path):
     words, sampling = "does not send the tokens that rollout.top_k", [SamplingParams(top_k=5)]
     with fleet_of(Stub(), tmp_path=tmp_path) as fleet, pytest.raises(ServerFault, match=words):
-        fleet.generate([[1]], sampling=sampling)
+        draw_by(fleet, prompts=[[1]], sampling=sampling)
 
 
 def test_a_server_that_hangs_is_replaced(tmp_path):
@@ -276,7 +281,7 @@ def test_without_a_server_the_run_ends_with_the_reasons(tmp_path):
     [
         ({"parameters": {"w": [3]}}, r"has another model: w is \(3,\) there and \(2,\) here"),
         ({"answers": lambda server: 400}, "400 odd"),
-        ({"answers": lambda server: 500}, "cannot draw: .*500 odd"),
+        ({"answers": lambda server: 500}, "cannot compute: .*500 odd"),
     ],
     ids=["another model", "refusal", "failures"],
 )

@@ -3,11 +3,12 @@
 from ztk.rl.rollout.ahead import Ahead, Drawn
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
+from ztk.rl.rollout.clients import ServerFault
 from ztk.rl.rollout.engine_attention import EngineAttention, has_engine_attention, use_engine_attention
 from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
 from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
-from ztk.rl.rollout.fleet import Fleet, ServerFault, ServersLost
+from ztk.rl.rollout.fleet import Fleet, ServersLost
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import (
     answer_logit_loss,

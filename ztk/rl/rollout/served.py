@@ -10,14 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ztk.inference import SamplingParams
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.cached import Merged, sampling_of, write_answers
-from ztk.rl.rollout.fleet import Answer, Fleet, Open
+from ztk.rl.rollout.clients import Answer, Channel, Draw, Open, ZtkClient
+from ztk.rl.rollout.fleet import Fleet, Work
 from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.weights import RolloutPolicy
 from ztk.train.engine import Engine
 
 _PART_BYTES = 1 << 26  # of a file of weights, unless a tensor is larger
+_ROWS = 32  # answers of one request
+_AFFINE = 64  # first tokens of a prompt, which choose its server
 Save = Callable[[dict[str, Tensor], Path], None]
 
 
@@ -42,16 +46,22 @@ class ServedRollouts:
         api_key: str | None = None,
         opens: Open | None = None,
     ) -> None:
-        """folder: holds the files of one step. save: writes safetensors. patience_seconds, api_key, opens: arguments of `Fleet`. A collective
-        call.
+        """folder: holds the files of one step. save: writes safetensors. patience_seconds: time without a server that answers. api_key: the
+        key of all servers. opens: see `ZtkClient`. A collective call.
         """
         self._source, self._folder, self._save = Merged(engine), folder, save
         self._leads = engine.comm.rank == 0
         # A server may have weights of the same step of another run.
         self._run = engine.comm.broadcast_object(uuid.uuid4().hex[:16], label="run of servers")
         shapes = {name: tuple(value.shape) for name, value in self._source.full_parameters()}
-        given = {"patience_seconds": patience_seconds, "api_key": api_key, "opens": opens}
-        self.fleet = Fleet(urls, parameters=shapes, sends=self._leads, **given)
+        channels = [Channel(url, seconds=patience_seconds, api_key=api_key) for url in urls]
+        self.fleet = Fleet(
+            [ZtkClient(channel, parameters=shapes, opens=opens) for channel in channels],
+            sends=self._leads,
+            patience_seconds=patience_seconds,
+            key="rollout.servers",
+            wait_key="rollout.servers_wait",
+        )
         self._step = -1  # policy step of the files
 
     @contextmanager
@@ -64,7 +74,7 @@ class ServedRollouts:
             rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
             prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
-            answers = self.fleet.generate(prompts, sampling=own, oldest=oldest)
+            answers = draw_by(self.fleet, prompts=prompts, sampling=own, oldest=oldest)
             write_answers(answers, samples=samples, rows=rows)
             _write_steps(answers, samples=samples, rows=rows, firsts=lengths)
 
@@ -101,6 +111,28 @@ class ServedRollouts:
         for old in before:
             shutil.rmtree(old, ignore_errors=True)
         return version
+
+
+def draw_by(
+    fleet: Fleet, *, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], oldest: str | None = None
+) -> list[Answer]:
+    """One answer to each prompt, in requests of one prompt each. oldest, errors: those of `Fleet.compute`."""
+    groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+        groups.setdefault((tuple(prompt), own.max_tokens), []).append(row)
+    parts = [
+        (prompt, rows[first : first + _ROWS])
+        for (prompt, _), rows in groups.items()
+        for first in range(0, len(rows), _ROWS)
+    ]
+    works = [
+        Work(given=Draw(prompt=prompt, sampling=[sampling[row] for row in rows]), size=len(rows), home=prompt[:_AFFINE])
+        for prompt, rows in parts
+    ]
+    found: dict[int, Answer] = {}
+    for (_, rows), answers in zip(parts, fleet.compute(works, oldest=oldest), strict=True):
+        found |= zip(rows, answers, strict=True)
+    return [found[row] for row in range(len(prompts))]
 
 
 def _write_steps(answers: Sequence[Answer], *, samples: Samples, rows: Sequence[int], firsts: Sequence[int]) -> None:

@@ -1,0 +1,266 @@
+"""Clients of servers: HTTP calls with their errors, and the API by which `task=serve` draws and takes weights.
+
+A client translates for one server. A `Fleet` decides which server computes a piece of work, and when.
+"""
+
+import base64
+import http.client
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime.comm.pulls import Offer
+from ztk.inference import Completion, SamplingParams
+from ztk.inference.sample import cut_of
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
+Open = Callable[[Path], Any]  # a file of safetensors, as its `safe_open`
+PROBE_SECONDS = 10.0  # until a server that does not answer a short question counts as gone
+
+
+class ServerFault(ValueError):
+    """A server that cannot compute for this run, whatever happens."""
+
+
+class Failed(RuntimeError):
+    """A server that could not compute an answer."""
+
+
+class Later(RuntimeError):
+    """A server that has no room now, or is given weights by another trainer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """results: those of the work, in order. versions: names of the weights that computed them."""
+
+    results: Sequence[Any]
+    versions: Collection[str]
+
+
+class Client(Protocol):
+    """One server. Threads call it at the same time. A call raises ServerFault, Failed, Later, or another error of a server that is gone.
+
+    sent_bytes: bytes of weights that were sent so far.
+    """
+
+    channel: "Channel"
+    sent_bytes: int
+
+    def look(self) -> str | None:
+        """Returns the version of the server's weights, or None if it is unknown."""
+        ...
+
+    def send(self, *, version: str, folder: Path) -> None:
+        """Gives the server weights and their version. folder: has their safetensors."""
+        ...
+
+    def answer(self, given: Any, *, version: str, connection: http.client.HTTPConnection) -> Reply:
+        """Returns the results of a piece of work. given: `Work.given`. version: the server's at the latest look. connection: a new one of
+        `channel`.
+        """
+        ...
+
+
+class Channel:
+    """HTTP requests to one server. url: its address. api_key: sent as a bearer token. seconds: until a request counts as lost."""
+
+    def __init__(self, url: str, *, seconds: float, api_key: str | None = None) -> None:
+        self.url, self.seconds = url.rstrip("/"), seconds
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def connect(self, *, seconds: float | None = None) -> http.client.HTTPConnection:
+        """A connection for one request, which opens with it."""
+        place = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        seconds = self.seconds if seconds is None else seconds
+        return kind(place.hostname or "", place.port, timeout=seconds, blocksize=1 << 20)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = b"",
+        size: int | None = None,
+        seconds: float | None = None,
+        connection: http.client.HTTPConnection | None = None,
+    ) -> Any:
+        """Returns the reply's JSON, or None without a body. size: bytes of a body that is a file. connection: a new one by default.
+
+        Raises ServerFault for a refusal, Failed for an error of the server, and Later.
+        """
+        connection = self.connect(seconds=seconds) if connection is None else connection
+        length = {} if size is None else {"Content-Length": str(size)}
+        try:
+            connection.request(method, path, body=body, headers=self._headers | length)
+            reply = connection.getresponse()
+            text = reply.read()
+        finally:
+            if connection.sock is not None:
+                connection.close()
+        if reply.status == http.client.OK:
+            return json.loads(text) if text else None
+        place = f"{method} {path} of {connection.host}:{connection.port}: {reply.status} {_message(text)}"
+        if reply.status in (408, 409, 429):
+            raise Later(place)
+        raise (ServerFault if reply.status < 500 else ConnectionError if reply.status == 503 else Failed)(place)
+
+
+def _message(text: bytes) -> str:
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return text[:200].decode(errors="replace")
+
+
+@dataclass(kw_only=True)
+class Answer(Completion):
+    """versions: name of the weights that drew each token."""
+
+    versions: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Answers to one prompt. sampling: settings of each answer, which differ in their keys alone."""
+
+    prompt: Sequence[int]
+    sampling: Sequence[SamplingParams]
+
+
+class ZtkClient:
+    """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have. opens: opens a file of
+    weights, whose tensors the server then pulls over gloo; None sends files by HTTP.
+    """
+
+    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]], opens: Open | None = None) -> None:
+        self.channel, self._parameters, self._opens, self.sent_bytes = channel, parameters, opens, 0
+
+    def look(self) -> str | None:
+        """Returns the version of the weights. Raises ServerFault if the model is another one."""
+        state = self.channel.request("GET", "/v1/weights", seconds=PROBE_SECONDS)
+        theirs = {name: tuple(shape) for name, shape in state["parameters"].items()}
+        own = {name: tuple(shape) for name, shape in self._parameters.items()}
+        for name in sorted(theirs.keys() | own.keys()):
+            if theirs.get(name) != own.get(name):
+                raise ServerFault(
+                    f"rollout.servers: {self.channel.url} has another model: {name} is {theirs.get(name)} there and {own.get(name)} here; "
+                    "start it with inference.model of this run's shape"
+                )
+        return state["version"]
+
+    def send(self, *, version: str, folder: Path) -> None:
+        """Sends the files one after the other, or has the server pull them. It takes them between two steps of its engine."""
+        files = sorted(folder.glob("*.safetensors"))
+        if self._opens is not None:
+            self._offer([self._opens(file) for file in files], version=version)
+            return
+        begin = json.dumps({"version": version, "on_update": "continue"}).encode()
+        self.channel.request("POST", "/v1/weights", body=begin)
+        for file in files:
+            size = file.stat().st_size
+            with file.open("rb") as part:
+                self.channel.request("PUT", f"/v1/weights/{version}", body=part, size=size)
+            self.sent_bytes += size
+        self.channel.request("POST", f"/v1/weights/{version}")
+
+    def _offer(self, files: Sequence[Any], *, version: str) -> None:
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        parts = {name: file.get_slice(name) for name, file in places.items()}
+        shapes = {name: (tuple(part.get_shape()), _DTYPES[part.get_dtype()]) for name, part in parts.items()}
+        given = {"host": self._own_host(), "timeout_seconds": self.channel.seconds}
+        with Offer(shapes, read=lambda name: places[name].get_tensor(name), **given) as offer:
+            begin = {"version": version, "on_update": "continue", "offer": offer.address}
+            try:
+                self.channel.request("POST", "/v1/weights", body=json.dumps(begin).encode())
+            finally:
+                self.sent_bytes += offer.sent_bytes
+
+    def _own_host(self) -> str:
+        """The address of this machine from which it reaches the server."""
+        connection = self.channel.connect(seconds=PROBE_SECONDS)
+        try:
+            connection.connect()
+            return connection.sock.getsockname()[0]
+        finally:
+            connection.close()
+
+    def answer(self, given: Draw, *, version: str, connection: http.client.HTTPConnection) -> Reply:
+        """Draws with the numbers of the keys. Tokens have the versions that the server names."""
+        reply = self.channel.request("POST", "/v1/completions", body=_body(given), connection=connection)
+        cuts = not cut_of(given.sampling[0]).keeps_all
+        answers = _answers(reply, count=len(given.sampling), cuts=cuts)
+        return Reply(results=answers, versions={version for one in answers for version in one.versions})
+
+
+def _body(given: Draw) -> bytes:
+    """A request for one answer per `sampling`. It has all fields that have defaults on the server."""
+    one = given.sampling[0]
+    fields = {
+        "prompt": [list(given.prompt)] * len(given.sampling),
+        "draw_keys": [own.draw_key for own in given.sampling],
+        "max_tokens": one.max_tokens,
+        "temperature": one.temperature,
+        "seed": one.seed,
+        "fp32_logprobs": one.fp32_logprobs,
+        "stop_token_ids": list(one.stop_token_ids),
+        "ignore_eos": True,
+        "stop": [],
+        "logprobs": 0,
+        "return_token_ids": True,
+        "top_k": one.top_k,
+        "top_p": one.top_p,
+        "min_p": one.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    return json.dumps(fields).encode()
+
+
+def _answers(reply: Mapping[str, Any], *, count: int, cuts: bool) -> list[Answer]:
+    """The answers of a reply. cuts: they have the tokens that top-k, top-p and min-p kept.
+
+    Raises ConnectionError if some are missing, or lack the versions of their tokens, and ServerFault as `_kept_of`.
+    """
+    choices = sorted(reply["choices"], key=lambda one: one["index"])
+    if len(choices) != count:
+        raise ConnectionError(f"{len(choices)} answers instead of {count}")
+    found = list[Answer]()
+    for choice in choices:
+        runs = choice.get("versions") or []
+        versions = [str(run["version"]) for run in runs for _ in range(run["tokens"])]
+        if len(versions) != len(choice["token_ids"]):
+            raise ConnectionError(f"an answer of {len(choice['token_ids'])} tokens was drawn with the weights {runs}")
+        found.append(
+            Answer(
+                tokens=choice["token_ids"],
+                logprobs=torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32),
+                processed_logprobs=torch.tensor(choice["logprobs"]["processed_token_logprobs"], dtype=torch.float32),
+                finish_reason=choice["finish_reason"],
+                kept=_kept_of(choice["logprobs"], count=len(versions)) if cuts else None,
+                versions=versions,
+            )
+        )
+    return found
+
+
+def _kept_of(logprobs: Mapping[str, Any], *, count: int) -> list[Tensor]:
+    """Raises ServerFault for a server that does not send the tokens that its cut kept."""
+    if len(counts := logprobs.get("kept_counts", ())) != count:
+        raise ServerFault(
+            "rollout.servers: a server does not send the tokens that rollout.top_k, top_p and min_p kept; start it with this version of ztk"
+        )
+    data = bytearray(base64.b64decode(logprobs.get("kept_token_ids", "")))
+    return list(
+        (torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)).split(counts)
+    )
