@@ -1,14 +1,10 @@
 """The state of a run of `task=grpo` and `task=ppo`: models, buffer and guards; how they are opened, saved and restored."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ztk import checkpoint
@@ -24,6 +20,7 @@ from ztk.experiments.pretrain import load_past
 from ztk.experiments.prompts import PAD, Prompts
 from ztk.experiments.reference import BaseModel, build_frozen
 from ztk.experiments.reward_models import RewardModel, open_reward_model
+from ztk.experiments.servers import open_served
 from ztk.inference.sample import Cut
 from ztk.report import RunFolder
 from ztk.rl.rollout import (
@@ -189,7 +186,7 @@ def open_run(
 def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
     """Opens `rollout.engine`; with generator, one copy of the weights per `rollout.tensor` neighbours. A collective call."""
     if config.rollout.servers:
-        return _open_served(config, actor=actor)
+        return open_served(config, actor=actor)
     if config.rollout.engine == "trainer":
         return TrainerRollouts(actor)
     size, process = config.rollout.tensor or 1, actor.process
@@ -202,25 +199,6 @@ def open_drawer(config: Config, *, actor: Engine) -> Rollouts:
 def with_own_processes(config: Config) -> Config:
     """Returns the configuration of a second model that draws: servers have the weights of the trained one."""
     return replace(config, rollout=replace(config.rollout, servers=None))
-
-
-def _open_served(config: Config, *, actor: Engine) -> ServedRollouts:
-    """Raises ValueError if rollout.servers_key_variable names no variable."""
-    rollout, variable = config.rollout, config.rollout.servers_key_variable
-    assert rollout.servers is not None and rollout.servers_wait is not None, "the configuration is checked"
-    if variable is not None and not os.environ.get(variable):
-        raise ValueError(
-            f"rollout.servers_key_variable={variable}: the environment has no such variable; export {variable}=KEY"
-        )
-    return ServedRollouts(
-        actor,
-        urls=rollout.servers,
-        folder=RunFolder(config.output_dir).path / "served_weights",
-        save=save_file,
-        patience_seconds=rollout.servers_wait,
-        api_key=None if variable is None else os.environ[variable],
-        opens=partial(safe_open, framework="pt") if rollout.servers_transfer == "gloo" else None,
-    )
 
 
 def rollout_policy(

@@ -13,7 +13,7 @@ from ztk.core.policies.precision import DType
 from ztk.core.policies.prompt_tasks import PromptTask
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
 from ztk.core.policies.routing import HELP, ROUTES, RolloutExperts
-from ztk.core.policies.runs import distills_draws, draws
+from ztk.core.policies.runs import distills_draws, draws, is_hugging_face
 from ztk.core.policies.tier import Tier
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ class RolloutIdentity(StrEnum):
     exact = "exact"
     corrected = "corrected"
     off = "off"
+
+
+class ServerApi(StrEnum):
+    """rollout.servers_api: the kind of rollout.servers."""
+
+    ztk = "ztk"
+    vllm = "vllm"
 
 
 class CorrectionName(StrEnum):
@@ -222,8 +229,23 @@ def _server_faults(config: "Config") -> Iterator[str]:
         return
     if (rollout.tensor or 1) > 1:
         yield f"rollout.tensor={rollout.tensor} with rollout.servers: the servers divide their model, by topology.tensor; use rollout.tensor=1"
+    if rollout.servers_api is ServerApi.vllm:
+        yield from _vllm_faults(config)
     if config.model.experts is not None and rollout.experts is not RolloutExperts.own:
         yield "rollout.experts=replay with rollout.servers: chosen experts are not sent; use rollout.experts=own"
+
+
+def _vllm_faults(config: "Config") -> Iterator[str]:
+    rollout, key = config.rollout, "rollout.servers_api=vllm"
+    for name, plain in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if (value := getattr(rollout, name)) is not None and value != plain:
+            yield f"rollout.{name}={value:g} with {key}: vLLM does not send the tokens that a cut keeps; use rollout.{name}={plain:g}"
+    if draws(config) and rollout.identity is not RolloutIdentity.corrected:
+        yield f"rollout.identity={rollout.identity} with {key}: vLLM has log-probabilities of its own; use rollout.identity=corrected"
+    if rollout.servers_transfer is TransferName.gloo:
+        yield f"rollout.servers_transfer=gloo with {key}: vLLM reads weights from the run folder; leave rollout.servers_transfer out"
+    if not is_hugging_face(config.model):
+        yield f"{key}: vLLM reads weights by the names of transformers; use model=hf with model.path=FOLDER, or rollout.servers_api=ztk"
 
 
 def _file_faults(config: "Config") -> Iterator[str]:
@@ -310,11 +332,18 @@ class RolloutConfig:
         acts=_GENERATES,
     )
     servers: list[str] | None = key(
-        "addresses of task=serve with serve.weights_path, as in [http://a:8000,http://b:8000]; they draw in place of this run's processes, "
-        "with the weights of each step, which rank 0 sends; null: none",
+        "addresses of servers of rollout.servers_api, as in [http://a:8000,http://b:8000]; they draw in place of this run's processes, with "
+        "the weights of each step, which rank 0 sends; null: none",
         optional=True,
         acts=_GENERATES,
         contradicts=_server_faults,
+        changes=Changes.experiment,
+    )
+    servers_api: ServerApi | None = key(
+        "ztk: task=serve with serve.weights_path; vllm: vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1, or trl vllm-serve, which read the "
+        "weights from the run folder",
+        default=ServerApi.ztk,
+        acts=_ASKS,
         changes=Changes.experiment,
     )
     servers_wait: float | None = key(

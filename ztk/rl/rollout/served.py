@@ -13,7 +13,7 @@ from torch import Tensor
 from ztk.inference import SamplingParams
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.cached import Merged, sampling_of, write_answers
-from ztk.rl.rollout.clients import Answer, Channel, Draw, Open, ZtkClient
+from ztk.rl.rollout.clients import Answer, Channel, Client, Draw
 from ztk.rl.rollout.fleet import Fleet, Work
 from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.weights import RolloutPolicy
@@ -23,6 +23,7 @@ _PART_BYTES = 1 << 26  # of a file of weights, unless a tensor is larger
 _ROWS = 32  # answers of one request
 _AFFINE = 64  # first tokens of a prompt, which choose its server
 Save = Callable[[dict[str, Tensor], Path], None]
+OpenClient = Callable[..., Client]
 
 
 class ServedRollouts:
@@ -39,24 +40,22 @@ class ServedRollouts:
         self,
         engine: Engine,
         *,
-        urls: Sequence[str],
+        channels: Sequence[Channel],
+        open_client: OpenClient,
         folder: Path,
         save: Save,
         patience_seconds: float,
-        api_key: str | None = None,
-        opens: Open | None = None,
     ) -> None:
-        """folder: holds the files of one step. save: writes safetensors. patience_seconds: time without a server that answers. api_key: the
-        key of all servers. opens: see `ZtkClient`. A collective call.
+        """open_client: makes the client of a server from its channel and the shapes of the parameters by name. folder: holds the files of one
+        step. save: writes safetensors. patience_seconds: time without a server that answers. A collective call.
         """
         self._source, self._folder, self._save = Merged(engine), folder, save
         self._leads = engine.comm.rank == 0
         # A server may have weights of the same step of another run.
         self._run = engine.comm.broadcast_object(uuid.uuid4().hex[:16], label="run of servers")
         shapes = {name: tuple(value.shape) for name, value in self._source.full_parameters()}
-        channels = [Channel(url, seconds=patience_seconds, api_key=api_key) for url in urls]
         self.fleet = Fleet(
-            [ZtkClient(channel, parameters=shapes, opens=opens) for channel in channels],
+            [open_client(channel, parameters=shapes) for channel in channels],
             sends=self._leads,
             patience_seconds=patience_seconds,
             key="rollout.servers",
