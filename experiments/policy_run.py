@@ -20,6 +20,7 @@ from ztk.experiments.pretrain import load_past
 from ztk.experiments.prompts import PAD, Prompts
 from ztk.experiments.reference import BaseModel, build_frozen
 from ztk.experiments.reward_models import RewardModel, open_reward_model
+from ztk.experiments.served_rewards import ServedReward
 from ztk.experiments.servers import open_served
 from ztk.inference.sample import Cut
 from ztk.report import RunFolder
@@ -49,10 +50,11 @@ class Run:
     """The state of a run.
 
     best: the best of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
-    padding. reward_model: given by reward.path. drawer: given by rollout.engine. rollouts: number so far. metrics: the latest one's.
-    reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: given by
-    rollout.environment. episodes: episodes of this rank's latest samples. ahead: samples the next rollouts, for rollout.staleness. routers:
-    routers of a policy with experts that the inference engine draws with. waited: seconds without an update, until answers were drawn.
+    padding. reward_model: given by reward.path or reward.servers. drawer: given by rollout.engine. rollouts: number so far. metrics: the
+    latest one's. reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples.
+    environments: given by rollout.environment. episodes: episodes of this rank's latest samples. ahead: samples the next rollouts, for
+    rollout.staleness. routers: routers of a policy with experts that the inference engine draws with. waited: seconds without an update, until
+    answers were drawn.
     """
 
     config: Config
@@ -67,7 +69,7 @@ class Run:
     weights: SettledWeights
     packs: bool
     drawer: Rollouts
-    reward_model: RewardModel | None = None
+    reward_model: RewardModel | ServedReward | None = None
     rewarded: Rewarded | None = None
     environments: Environments | None = None
     episodes: Sequence[Episode] = ()
@@ -82,7 +84,9 @@ class Run:
         """Closes all engines."""
         if isinstance(self.drawer, ServedRollouts):
             self.drawer.close()
-        reward_model = None if self.reward_model is None else self.reward_model.engine
+        if isinstance(self.reward_model, ServedReward):
+            self.reward_model.close()
+        reward_model = self.reward_model.engine if isinstance(self.reward_model, RewardModel) else None
         for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
                 engine.close()

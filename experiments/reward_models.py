@@ -1,5 +1,6 @@
 """The model of `reward.path`: a separate engine that never steps, trained by `task=reward` or a transformers model with its own tokenizer."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ztk.core.runtime import Process
 from ztk.experiments.alignment import load_weights
 from ztk.experiments.models import build, packs_texts
 from ztk.experiments.prompts import PAD
+from ztk.experiments.served_rewards import ServedReward
 from ztk.hf.causal import transformers_module
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.rollout import Samples, lay_out
@@ -33,22 +35,29 @@ class RewardModel:
             FloatingPointError: a value that is not finite.
         """
         tokens, lengths = self._texts(samples, answered=answered)
-        engine, packs = self.engine, packs_texts(self.engine)
-
-        def forward_of(rows: slice) -> MicroBatch:
-            own = lengths[rows]
-            layout = lay_out(tokens[rows], lengths=own, packs=packs, device=engine.process.device)
-            return layout.micro_batch(lambda model: layout.forward(model).flatten().index_select(0, layout.at(own - 1)))
-
-        with engine.evaluating():
-            parts = engine.compute(
-                forward_of(slice(first, first + micro_batch)) for first in range(0, len(tokens), micro_batch)
-            )
-        found = torch.cat([part.cpu() for part in parts]).double()
+        rows = [slice(first, first + micro_batch) for first in range(0, len(tokens), micro_batch)]
+        found = self.values([(tokens[one], lengths[one]) for one in rows])
         if not found.isfinite().all():
             row = int((~found.isfinite()).nonzero()[0])
             raise FloatingPointError(f"the value of the model of reward.path is not finite {answered.where(row)}")
         return found
+
+    def values(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Returns the values at the last tokens, float64 on the CPU. batches: tokens int64 [B, T] and lengths int64 [B] of each forward.
+
+        A collective call.
+        """
+        engine, packs = self.engine, packs_texts(self.engine)
+
+        def forward_of(tokens: Tensor, lengths: Tensor) -> MicroBatch:
+            layout = lay_out(tokens, lengths=lengths, packs=packs, device=engine.process.device)
+            return layout.micro_batch(
+                lambda model: layout.forward(model).flatten().index_select(0, layout.at(lengths - 1))
+            )
+
+        with engine.evaluating():
+            parts = engine.compute(forward_of(tokens, lengths) for tokens, lengths in batches)
+        return torch.cat([part.cpu() for part in parts]).double()
 
     def _texts(self, samples: Samples, *, answered: Answered) -> tuple[Tensor, Tensor]:
         """Returns tokens, int64 [S, T], and lengths, int64 [S], of every prompt with its answer."""
@@ -62,10 +71,7 @@ class TextReward(RewardModel):
         """longest: tokens that the model reads at most."""
         super().__init__(engine)
         self._path, self._longest = path, longest
-        library: Any = transformers_module()
-        self._tokenizer: Any = library.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        self._tokenizer = tokenizer_of(path)
 
     def _texts(self, samples: Samples, *, answered: Answered) -> tuple[Tensor, Tensor]:
         texts = [self._tokens(answered, row=row) for row in range(len(answered))]
@@ -82,26 +88,46 @@ class TextReward(RewardModel):
 
     def _tokens(self, answered: Answered, *, row: int) -> list[int]:
         """Returns the tokens that transformers makes of the text. A chat template contains the special tokens."""
-        answer = answered.answers[row]
+        answer, given = answered.answers[row], {"tokenizer": self._tokenizer, "key": f"reward.path={self._path}"}
         if not answered.is_chat[row]:
-            return self._tokenizer(answered.texts[row] + answer)["input_ids"]
-        if not self._tokenizer.chat_template:
-            raise ValueError(
-                f"reward.path={self._path}: has no chat template, and prompts are messages: put chat_template into its tokenizer_config.json"
-            )
+            return tokens_of(answered.texts[row] + answer, **given)
         record = answered.records[row]
         messages = [*record.get("prompt", record.get("messages")), *answered.messages(row)]
-        text = self._tokenizer.apply_chat_template(messages, tools=record.get("tools") or None, tokenize=False)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens_of(messages, tools=record.get("tools") or None, **given)
 
 
-def open_reward_model(config: Config, *, process: Process) -> RewardModel | None:
-    """Opens the model of `reward.path`, under the run's strategy unless `reward` differs. A collective call. Returns None if there is none.
+def tokenizer_of(path: str) -> Any:
+    """Returns the tokenizer in a folder of transformers."""
+    library: Any = transformers_module()
+    return library.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def tokens_of(text: str | Sequence[Any], *, tokenizer: Any, key: str, tools: Any = None) -> list[int]:
+    """Returns the tokens that transformers makes of a text, or of a conversation by the chat template, which has the special tokens.
+
+    key: names the model in the ValueError of a conversation without a chat template.
+    """
+    if isinstance(text, str):
+        return tokenizer(text)["input_ids"]
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{key}: has no chat template, and prompts are messages: put chat_template into its tokenizer_config.json"
+        )
+    return tokenizer(tokenizer.apply_chat_template(list(text), tools=tools, tokenize=False), add_special_tokens=False)[
+        "input_ids"
+    ]
+
+
+def open_reward_model(config: Config, *, process: Process) -> RewardModel | ServedReward | None:
+    """Opens the model of `reward.path`, under the run's strategy unless `reward` differs, or `reward.servers`. A collective call. Returns None
+    if there is neither.
 
     Raises:
         ValueError: a folder without a reward model.
         CheckpointError: a checkpoint of another model, such as one without an output layer of one value.
     """
+    if config.reward.servers:
+        return ServedReward(config)
     path = config.reward.path
     if path is None:
         return None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ztk.experiments.policy_run import Run
+from ztk.experiments.served_rewards import ServedReward
 from ztk.rl.align import Prompt
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState
@@ -20,7 +21,7 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     if run.environments is not None:
         total = with_steps(run, total=total)
     if run.reward_model is not None:
-        learned = run.reward_model.score(samples, answered=given, micro_batch=config.train.micro_batch_size)
+        learned = valued(run, samples=samples, given=given)
         weight = config.reward.path_weight
         total = learned if weight is None or total is None else total.nan_to_num() + weight * learned
     assert total is not None, "the configuration is checked"
@@ -36,6 +37,19 @@ def scored(run: Run, *, functions: RewardFunctions, given: Answered) -> Rewarded
     if mesh.is_alone:
         return functions.score(given)
     return mesh.gather_objects(functions.score(given) if mesh.is_leader else None)[mesh.replica]
+
+
+def valued(run: Run, *, samples: Samples, given: Answered) -> Tensor:
+    """Returns the values of the reward model. Servers are asked by a replica's leader, whose servers may not have the others' bits.
+
+    A collective call.
+    """
+    model, mesh = run.reward_model, run.process.mesh
+    assert model is not None, "the configuration is checked"
+    options = {"answered": given, "micro_batch": run.config.train.micro_batch_size}
+    if mesh.is_alone or not isinstance(model, ServedReward):
+        return model.score(samples, **options)
+    return mesh.gather_objects(model.score(samples, **options) if mesh.is_leader else None)[mesh.replica]
 
 
 def with_steps(run: Run, *, total: Tensor | None) -> Tensor:

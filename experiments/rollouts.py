@@ -380,7 +380,7 @@ def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
     is_cut = (
         config.rollout.top_k or config.rollout.top_p != 1 or config.rollout.min_p
     )  # the closed form needs full distributions
-    if not is_cut and config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
+    if not is_cut and config.rollout.task is not None and not run.prompts.is_own_reward and run.reward_model is None:
         found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
     return found
 

@@ -7,11 +7,14 @@ import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from ztk.config import Config
+from ztk.config import Config, gives_rewards
 from ztk.core.policies.inference import ServeConfig
+from ztk.core.runtime import Process
 from ztk.experiments.generate import (
     Answering,
     answering,
@@ -20,8 +23,11 @@ from ztk.experiments.generate import (
     release_module,
     usual_sampling,
 )
+from ztk.experiments.ranks import started
+from ztk.experiments.scoring import open_scorer
 from ztk.serve.app import ServePolicy, Server, calm_process
 from ztk.serve.bodies import Limits
+from ztk.serve.scores import ScoreServer
 from ztk.serve.weights import Incoming
 
 _TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ends before it serves
@@ -40,6 +46,11 @@ def main(config: Config) -> None:
     listening = bind(config.serve.host, port=config.serve.port) if os.environ.get("RANK", "0") == "0" else None
     if listening is not None:
         print(f"opening {config.inference.model}; the next line has the address", flush=True)
+    if gives_rewards(config.inference.model):
+        assert listening is not None, "one rank scores"
+        with started(config) as process:
+            score(config, process=process, listening=listening, api_key=key)
+        return
     with answering(config) as leading:
         if leading is not None:
             assert listening is not None, "rank 0 leads"
@@ -61,43 +72,73 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
     server = Server(
         generator,
         opened=opened,
-        policy=ServePolicy(
-            api_key=api_key,
-            max_waiting=chosen.max_waiting,
-            stops=tuple(config.sampling.stop or ()),
-            max_tokens=config.sampling.max_tokens,
-            limits=_limits(config),
-            tool_format=chosen.tool_parser,
-            hosts=(chosen.host, *(chosen.allowed_hosts or ())),
-            origins=tuple(chosen.cors_origins or ()),
-        ),
+        policy=_policy(config, api_key=api_key),
         sampling=usual_sampling(config),
         incoming=incoming,
     )
+    for name, nbytes in generator.adapters.items():
+        print(f"adapter {name}: {nbytes / 2**20:.1f} MiB of merged weights", flush=True)
+    http = _http(config, app=server.app)
+    server.on_failure(lambda: setattr(http, "should_exit", True))
+    try:
+        _run(config, http=http, name=opened.name, verb="answers", listening=listening)
+    finally:
+        server.stop(drain_seconds=0)
+    if server.error is not None:
+        raise server.error
+
+
+def score(config: Config, *, process: Process, listening: socket.socket, api_key: str | None = None) -> None:
+    """Scores texts with a reward model until a signal. Arguments and errors as `serve`, and those of `open_scorer`."""
+    scorer = open_scorer(config, process=process)
+    name = config.serve.model_name or Path(str(config.inference.model)).name
+    server = ScoreServer(scorer, name=name, policy=_policy(config, api_key=api_key))
+    try:
+        _run(config, http=_http(config, app=server.app), name=name, verb="scores", listening=listening)
+    finally:
+        server.stop()
+
+
+def _policy(config: Config, *, api_key: str | None) -> ServePolicy:
+    chosen = config.serve
+    return ServePolicy(
+        api_key=api_key,
+        max_waiting=chosen.max_waiting,
+        stops=tuple(config.sampling.stop or ()),
+        max_tokens=config.sampling.max_tokens,
+        limits=_limits(config),
+        tool_format=chosen.tool_parser,
+        hosts=(chosen.host, *(chosen.allowed_hosts or ())),
+        origins=tuple(chosen.cors_origins or ()),
+    )
+
+
+def _http(config: Config, *, app: ASGIApp) -> uvicorn.Server:
+    chosen = config.serve
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, int(chosen.drain_seconds)),
+            ssl_certfile=chosen.tls_certificate,
+            ssl_keyfile=chosen.tls_key,
+        )
+    )
+
+
+def _run(config: Config, *, http: uvicorn.Server, name: str, verb: str, listening: socket.socket) -> None:
+    """Serves until a signal, or until `http` is to exit, and prints the address first."""
+    chosen = config.serve
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
     scheme = "http" if chosen.tls_certificate is None else "https"
-    for name, nbytes in generator.adapters.items():
-        print(f"adapter {name}: {nbytes / 2**20:.1f} MiB of merged weights", flush=True)
-    print(f"{opened.name} answers on {scheme}://{host}:{port}", flush=True)
-    options = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        timeout_graceful_shutdown=max(1, int(chosen.drain_seconds)),
-        ssl_certfile=chosen.tls_certificate,
-        ssl_keyfile=chosen.tls_key,
-    )
-    http = uvicorn.Server(options)
-    server.on_failure(lambda: setattr(http, "should_exit", True))
+    print(f"{name} {verb} on {scheme}://{host}:{port}", flush=True)
     before = signal.signal(signal.SIGTERM, lambda *_: None if http.started else sys.exit(_TERMINATED))
     try:
         with calm_process():
             http.run(sockets=[listening])  # raises the signal that ended it again on return
     finally:
         signal.signal(signal.SIGTERM, before)
-        server.stop(drain_seconds=0)
-    if server.error is not None:
-        raise server.error
 
 
 def _limits(config: Config) -> Limits:

@@ -20,7 +20,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.keys import named_by
 from ztk.config.named_code import check_named_code, code_words, folder_names_code
-from ztk.config.other_models import config_with, is_text_model
+from ztk.config.other_models import config_with, gives_rewards, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_share, target_of
 from ztk.config.planning import hardware_values
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
@@ -67,6 +67,7 @@ __all__ = [
     "folder_of_run",
     "folders_of_run",
     "from_yaml",
+    "gives_rewards",
     "hardware_values",
     "has_rewards",
     "hash_of",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.keys import read
+from ztk.config.other_models import gives_rewards
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
 from ztk.core.policies.inference import ONLY_NVME, device_faults
@@ -25,6 +26,8 @@ _SECTIONS = (
 )
 _CUT = ("topology", "topology.tensor")  # for more than one rank
 _TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
+
+_OF_TEXT = ("inference.", "sampling.", "offload.", "topology.", "serve.weights_path", "serve.tool_parser")
 
 
 def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -60,6 +63,18 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     yield from _device_faults(config, machine=machine)
     yield from _offload_faults(config, task=task)
     yield from _own_module_faults(config, machine=machine)
+    if config.task.name == "serve" and gives_rewards(config.inference.model):
+        yield from _score_faults(config)
+
+
+def _score_faults(config: Config) -> Iterator[str]:
+    """Options of models that write text, which a reward model does not have."""
+    for key in sorted(config.given):
+        if key.startswith(_OF_TEXT) and key != "inference.model":
+            yield (
+                f"{key}={written(read(config, key=key))} has no effect with inference.model={config.inference.model}, a reward model: leave it "
+                "out"
+            )
 
 
 def _device_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Models other than the one in training, from folders: the teacher of `task=distill`, and transformers reward models."""
 
 import copy
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,19 @@ def model_of_folder(folder: Path, *, kernels: bool, key: str) -> ModelConfig:
 def is_text_model(path: str | None) -> bool:
     """Returns whether `reward.path` is the folder of a transformers model, which has its own tokenizer."""
     return path is not None and Path(path, "config.json").expanduser().is_file()
+
+
+def gives_rewards(path: str | None) -> bool:
+    """Returns whether a folder has a reward model: a run of `task=reward`, or a transformers model for sequence classification."""
+    if path is None:
+        return False
+    if is_text_model(path):
+        text = Path(path, "config.json").expanduser().read_text(encoding="utf-8")
+        return any(
+            str(name).endswith("ForSequenceClassification") for name in json.loads(text).get("architectures") or ()
+        )
+    record = run_record(path)
+    return record is not None and load(record).task.name == "reward"
 
 
 def reward_model_faults(config: Config) -> Iterator[str]:

@@ -197,7 +197,8 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
-    rewards = has_rewards(config) or config.reward.path is not None or rollout.environment is not None
+    learned = config.reward.path is not None or config.reward.servers
+    rewards = has_rewards(config) or learned or rollout.environment is not None
     if rollout.task is None and not rewards:
         yield (
             "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "

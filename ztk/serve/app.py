@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
 from ztk.serve.bodies import Limits, header, read_body
-from ztk.serve.http import Guard, Stream, failure, received, watch
+from ztk.serve.http import Guard, Stream, authorise, failure, received, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.replies import Reader, Reply
@@ -197,9 +197,9 @@ class Server:
                     for path in paths
                 ),
             ],
-            exception_handlers=dict.fromkeys((BadRequest, HTTPException, ClientDisconnect, Exception), _failed),
+            exception_handlers=dict.fromkeys((BadRequest, HTTPException, ClientDisconnect, Exception), failed),
         )
-        self.app = _guarded(routes, policy=policy)
+        self.app = guarded(routes, policy=policy)
 
     def stop(self, *, drain_seconds: float) -> None:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
@@ -371,12 +371,7 @@ class Server:
 
     def _authorise(self, request: Request) -> None:
         """Raises BadRequest for a request without the key."""
-        key = self._policy.api_key
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        if key is None or (scheme.lower() == "bearer" and secrets.compare_digest(sent.strip().encode(), key.encode())):
-            return
-        text = "Incorrect API key: send it as Authorization: Bearer KEY"
-        raise BadRequest(text, status=401, code="invalid_api_key")
+        authorise(request, key=self._policy.api_key)
 
 
 @contextmanager
@@ -397,7 +392,7 @@ def calm_process() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
+def guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
     """Returns the application with restrictions on requests from web pages."""
     if policy.api_key is None:
         app = Guard(app, hosts=policy.hosts, origins=policy.origins)
@@ -423,7 +418,7 @@ def _by_request() -> Iterator[None]:
         raise BadRequest(str(error)) from error
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def failed(request: Request, error: Exception) -> Response:
     """The response to a request whose route has raised an error."""
     match error:
         case BadRequest():

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
 from urllib.parse import SplitResult, urlsplit
@@ -39,6 +40,15 @@ async def watch(request: Request, *, outbox: Outbox) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     outbox.leave()
+
+
+def authorise(request: Request, *, key: str | None) -> None:
+    """Raises BadRequest for a request without the key, if there is one."""
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+    if key is None or (scheme.lower() == "bearer" and secrets.compare_digest(sent.strip().encode(), key.encode())):
+        return
+    text = "Incorrect API key: send it as Authorization: Bearer KEY"
+    raise BadRequest(text, status=401, code="invalid_api_key")
 
 
 class Stream(StreamingResponse):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ztk.core.policies.key import When, key, key_faults, section, tasks
+from ztk.core.policies.key import Changes, When, key, key_faults, section, tasks
 from ztk.core.policies.paths import ObjectNames, Paths
-from ztk.core.policies.ranges import NOT_NEGATIVE, Range, member, refuse
-from ztk.core.policies.rollout import DRAWS, EVALUATED, StrategyConfig
+from ztk.core.policies.ranges import NOT_NEGATIVE, POSITIVE, Range, member, refuse
+from ztk.core.policies.rollout import DRAWS, EVALUATED, StrategyConfig, address_faults
 from ztk.core.policies.runs import draws
 
 if TYPE_CHECKING:
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 _REWARD_MODEL = When(
     f"{DRAWS.words} and reward.path", lambda config, machine: draws(config) and config.reward.path is not None
+)
+_SCORED = When(
+    f"{DRAWS.words} and reward.servers", lambda config, machine: draws(config) and bool(config.reward.servers)
+)
+_LEARNED = When(
+    f"{DRAWS.words}, and reward.path or reward.servers",
+    lambda config, machine: _REWARD_MODEL.test(config, machine) or _SCORED.test(config, machine),
 )
 _LEARNS_REWARDS = tasks("reward")
 _LAST_VALUES = When(
@@ -38,6 +45,20 @@ def _function_faults(config: "Config") -> Iterator[str]:
         yield (
             f"reward.function={config.reward.function}: reward.functions names functions, too; put all of them into reward.functions"
         )
+
+
+def _server_faults(config: "Config") -> Iterator[str]:
+    reward = config.reward
+    yield from address_faults(reward.servers, key="reward.servers")
+    if reward.servers and reward.path is not None:
+        yield f"reward.servers with reward.path={reward.path}: the servers have the reward model; leave one of the two out"
+
+
+class ScoreInput(StrEnum):
+    """reward.servers_input: the form of the answers that servers score."""
+
+    tokens = "tokens"
+    text = "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +129,31 @@ class RewardConfig(PairwisePolicy, StrategyConfig):
         optional=True,
         paths=Paths(kind="run", fix="name a run folder with checkpoints, or leave it out"),
     )
+    servers: list[str] | None = key(
+        "addresses of servers that have the reward model, as in [http://a:8000]: task=serve with a run of task=reward or with a model of "
+        "transformers, or vLLM; null: none",
+        optional=True,
+        acts=DRAWS,
+        contradicts=_server_faults,
+    )
+    servers_input: ScoreInput | None = key(
+        "tokens: servers read the policy's tokens; text: servers read texts and messages with a tokenizer of their own",
+        default=ScoreInput.tokens,
+        acts=_SCORED,
+    )
+    servers_wait: float | None = key(
+        "seconds without an answer of reward.servers after which the run ends",
+        default=600.0,
+        range=POSITIVE,
+        acts=_SCORED,
+        changes=Changes.nothing,
+    )
+    servers_key_variable: str | None = key(
+        "environment variable with the key of reward.servers; null: they need none",
+        optional=True,
+        acts=_SCORED,
+        changes=Changes.nothing,
+    )
     eval_functions: Any = key(
         "functions that reward the answers of evaluations, as reward.functions; null: as in training",
         acts=EVALUATED,
@@ -115,10 +161,10 @@ class RewardConfig(PairwisePolicy, StrategyConfig):
         paths=ObjectNames(kind="FUNCTION", example="mine.py:score", several=True),
     )
     path_weight: float | None = key(
-        "weight of the value of reward.path in the sum with the functions' rewards; null: the value alone trains, and the functions' sum is "
-        "shown as true_reward",
+        "weight of the value of reward.path or reward.servers in the sum with the functions' rewards; null: the value alone trains, and the "
+        "functions' sum is shown as true_reward",
         range=NOT_NEGATIVE,
-        acts=_REWARD_MODEL,
+        acts=_LEARNED,
         optional=True,
     )
     timeout_seconds: float | None = key(

@@ -1,7 +1,7 @@
 """Keys of rollouts, advantages, losses of policies, KL divergences, rewards and second models."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
@@ -220,11 +220,16 @@ def _group_faults(config: "Config") -> Iterator[str]:
         )
 
 
+def address_faults(urls: Sequence[str] | None, *, key: str) -> Iterator[str]:
+    """A line for each of the servers of `key` that is no address."""
+    for url in urls or ():
+        if not re.fullmatch(r"https?://[^/?#@\s]+/?", str(url)):
+            yield f"{key}=[{url}]: must be addresses such as http://a:8000"
+
+
 def _server_faults(config: "Config") -> Iterator[str]:
     rollout = config.rollout
-    for url in rollout.servers or ():
-        if not re.fullmatch(r"https?://[^/?#@\s]+/?", str(url)):
-            yield f"rollout.servers=[{url}]: must be addresses such as http://a:8000"
+    yield from address_faults(rollout.servers, key="rollout.servers")
     if not rollout.servers:
         return
     if (rollout.tensor or 1) > 1:
