@@ -12,13 +12,13 @@ from pathlib import Path
 from torch import nn
 
 from ztk import kernels
-from ztk.config import Config, compose, folders_of_run
+from ztk.config import Config, compose, folders_of_run, hardware_values
 from ztk.core.policies.hardware import Hardware
 from ztk.experiments import policies
 from ztk.experiments.layouts import find_layouts
 from ztk.experiments.pretrain import build_model
 from ztk.experiments.work import model_flops, planned_batch, tokens_of_step, without_values
-from ztk.planner import Fix, Plan, Price, fixes, plan
+from ztk.planner import Fix, Plan, Price, RolloutPlan, RolloutWork, fixes, plan, plan_rollout
 from ztk.planner.result import size as written
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
@@ -36,11 +36,15 @@ def main(config: Config) -> None:
     price = Price(tokens=config.plan.tokens, budget_hours=config.plan.budget_hours)
     for line in price.lines(made):
         print(line)
+    rollout = rollout_of(config, made=made)
+    for line in () if rollout is None else rollout.lines():
+        print(line)
     if config.plan.search:
         find_layouts(config, given=given_overrides(config), make_plan=make_plan, folders=folders_of_run())
     is_lacking = made.fits is False and not config.plan.search
     found = find_fixes(config) if is_lacking else []
-    values = made.as_dict() | price.row(made) | {"plan_seconds": time.perf_counter() - started}
+    own = {} if rollout is None else rollout.row()
+    values = made.as_dict() | price.row(made) | own | {"plan_seconds": time.perf_counter() - started}
     if is_lacking:
         print_fixes(found)
         values["fixes"] = [" ".join(fix.overrides) for fix in found]
@@ -84,6 +88,36 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     )
     dtype = str(policies.precision_policy(config).dtype).removeprefix("torch.")
     return replace(made, tokens=tokens_of_step(config), model_flops=model_flops(config, build=_model), dtype=dtype)
+
+
+def rollout_of(config: Config, *, made: Plan) -> RolloutPlan | None:
+    """Returns the plan of the rollouts that `plan.answers` asks for, or None. Raises ValueError for `plan.server_hardware` that is none."""
+    given, model, trainer = config.plan, config.model, made.hardware
+    if given.answers is None or trainer is None:
+        return None
+    prompt_tokens = given.prompt_tokens or 0.0
+    answer_tokens = config.data.seq_len - prompt_tokens if given.answer_tokens is None else given.answer_tokens
+    if answer_tokens <= 0:
+        raise ValueError(
+            f"plan.prompt_tokens={prompt_tokens:g}: leaves no room for answers in data.seq_len={config.data.seq_len}"
+        )
+    weight_bytes = policies.precision_policy(config).dtype.itemsize
+    own = trainer if given.server_hardware is None else Hardware(**hardware_values(given.server_hardware))
+    return plan_rollout(
+        made,
+        work=RolloutWork(
+            answers=given.answers,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            scoring_models=2.0 if given.scoring_models is None else given.scoring_models,
+            cache_bytes=2 * model.layers * (model.kv_heads or model.heads) * (model.dim // model.heads) * weight_bytes,
+            sequences=given.server_sequences or 64,
+        ),
+        servers=given.servers or 1,
+        devices=given.server_devices or 1,
+        hardware=own,
+        weight_bytes=weight_bytes,
+    )
 
 
 def _model(config: Config) -> nn.Module:

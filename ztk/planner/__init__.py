@@ -7,6 +7,7 @@ from ztk.planner.operations import Operations, count_operations
 from ztk.planner.plan import plan
 from ztk.planner.price import Price
 from ztk.planner.result import Plan
+from ztk.planner.rollouts import RolloutPlan, RolloutWork, plan_rollout
 from ztk.planner.search import Found, Search, search
 from ztk.planner.trace import RankTrace
 from ztk.planner.tracker import Peak
@@ -21,11 +22,14 @@ __all__ = [
     "Plan",
     "Price",
     "RankTrace",
+    "RolloutPlan",
+    "RolloutWork",
     "Search",
     "Way",
     "Workload",
     "count_operations",
     "fixes",
     "plan",
+    "plan_rollout",
     "search",
 ]

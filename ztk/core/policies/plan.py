@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ztk.core.policies.key import When, key, tasks
 from ztk.core.policies.peers import Gradients, Kept, Logits, Way
-from ztk.core.policies.ranges import POSITIVE, Range
+from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from ztk.core.policies.runs import is_hugging_face
 
 _PLAN = tasks("plan")
@@ -30,6 +30,12 @@ _RESIDENT = When(
 _SEARCHES = When(
     "task=plan and plan.search=true",
     lambda config, machine: config.task.name == "plan" and bool(config.plan.search),
+)
+
+
+_ROLLOUT = When(
+    "task=plan, hardware=NAME and plan.answers",
+    lambda config, machine: _PLANNED.test(config, machine) and config.plan.answers is not None,
 )
 
 
@@ -90,6 +96,25 @@ class PlanConfig:
     budget_hours: float | None = key(
         "GPU hours that are available; the plan prints how many tokens they train; null: no limit", range=POSITIVE
     )
+    answers: int | None = key(
+        "answers of a rollout; the plan prints the seconds of drawing by servers, scoring, updates and transfer; null: no rollout",
+        range=COUNT,
+    )
+    prompt_tokens: float | None = key("mean tokens of a prompt; null: 0", range=NOT_NEGATIVE, acts=_ROLLOUT)
+    answer_tokens: float | None = key(
+        "mean tokens of an answer; null: those of data.seq_len after the prompt", range=POSITIVE, acts=_ROLLOUT
+    )
+    scoring_models: float | None = key(
+        "models of the policy's size that read every answer once, such as policy, reference and reward model; null: 2",
+        range=NOT_NEGATIVE,
+        acts=_ROLLOUT,
+    )
+    servers: int | None = key("servers that draw; null: 1", range=COUNT, acts=_ROLLOUT)
+    server_hardware: str | None = key(
+        "hardware of the servers, an option of hardware; null: the trainer's", acts=_ROLLOUT
+    )
+    server_devices: int | None = key("devices that share the model of a server; null: 1", range=COUNT, acts=_ROLLOUT)
+    server_sequences: int | None = key("answers that a server draws at a time; null: 64", range=COUNT, acts=_ROLLOUT)
 
 
 def rank_counts(value: Any) -> list[int]:
