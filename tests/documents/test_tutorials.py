@@ -48,15 +48,13 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._server: subprocess.Popen | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = str(free.getsockname()[1])
+        self._servers: list[subprocess.Popen] = []
+        self._ports = {port: free_port() for port in ("8000", "8001")}  # of a page -> of this machine
         (folder / "docs").symlink_to(CHECKOUT / "docs")
 
     def follow(self, page: Path) -> None:
-        """Writes the files, runs the commands, and ends the server."""
-        fences = [(language, title, text.replace("8000", self._port)) for language, title, text in parts(page)]
+        """Writes the files, runs the commands, and ends the servers. Machines of the page are this one."""
+        fences = [(language, title, self._here(text)) for language, title, text in parts(page)]
         for _, title, text in fences:
             if title:
                 (self._folder / title).write_text(text)
@@ -65,9 +63,15 @@ class Reader:
                 for command in commands(text) if language == "bash" and not title else []:
                     self._run(command)
         finally:
-            if self._server is not None:
-                self._server.terminate()
-                self._server.wait(WAITING_SECONDS)
+            for server in self._servers:
+                server.terminate()
+            for server in self._servers:
+                server.wait(WAITING_SECONDS)
+
+    def _here(self, text: str) -> str:
+        for port, own in self._ports.items():
+            text = re.sub(rf"http://[ab]:{port}", f"http://127.0.0.1:{own}", text).replace(port, own)
+        return text
 
     def _run(self, command: str) -> None:
         if command == MODEL:
@@ -101,22 +105,30 @@ class Reader:
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
     def _serve(self, words: list[str]) -> None:
-        self._server = subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, str(CHECKOUT / "run.py"), *words],
             cwd=self._folder,
             env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        self._servers.append(server)
+        [port] = [word.partition("=")[2] for word in words if word.startswith("serve.port=")]
         until = time.monotonic() + WAITING_SECONDS
-        while time.monotonic() < until and self._server.poll() is None:
+        while time.monotonic() < until and server.poll() is None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health").close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)
             else:
                 return
-        raise AssertionError(f"the server did not answer (exit code {self._server.poll()})")
+        raise AssertionError(f"the server did not answer (exit code {server.poll()})")
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def shortened(word: str) -> str:
@@ -168,6 +180,15 @@ def test_serve(reader, tmp_path):
 
 
 @pytest.mark.slow
+def test_servers(reader, tmp_path):
+    pytest.importorskip("uvicorn")
+    reader.follow(FOLDER / "servers.md")
+    lines = (tmp_path / "reader" / "runs" / "served" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["rollout_staleness"] for row in rows] == [0, 1, 1] and all(row["rollout_k3"] >= 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_plan(reader, tmp_path):
     reader.follow(FOLDER / "plan.md")
     first, third = (
@@ -178,4 +199,11 @@ def test_plan(reader, tmp_path):
 
 
 def test_every_tutorial_is_followed():
-    assert sorted(path.stem for path in FOLDER.glob("*.md")) == ["align", "fine_tune", "plan", "serve", "train"]
+    assert sorted(path.stem for path in FOLDER.glob("*.md")) == [
+        "align",
+        "fine_tune",
+        "plan",
+        "serve",
+        "servers",
+        "train",
+    ]
