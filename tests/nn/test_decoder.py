@@ -1,15 +1,19 @@
 """The decoder compared with a plain implementation, and properties of every language model."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.plain_decoder import plain_decoder
 from tests.nn.plain import plain_logits, plain_loss
 from tests.rounding import Bounds
 from ztk.nn import Decoder, DecoderConfig, initialise
+from ztk.nn.linear import HAS_ONEDNN
 
 SMALL = DecoderConfig(vocab_size=61, dim=48, layers=2, heads=6, kv_heads=2, hidden_dim=72, max_seq_len=160)
 VARIANTS = {
@@ -227,6 +231,36 @@ def test_trains_under_torch_compile():
     tokens, targets = batch()
     model(tokens, targets).backward()
     torch.compile(compiled, backend="aot_eager", fullgraph=True)(tokens, targets).backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_compiled_products_have_no_lowering_of_inductor():
+    """TorchInductor refuses oneDNN's product of a weight that is no constant, so a graph has ztk's op in its place."""
+    if not HAS_ONEDNN:
+        pytest.skip("this torch has no oneDNN")
+    names = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    model = built(SMALL)
+    torch.compile(model, backend=aot_autograd(fw_compiler=record), fullgraph=True)(*batch()).backward()
+    assert names.count("ztk.linear.default") >= 2 * 7 * SMALL.layers and not [
+        name for name in names if "mkldnn" in name
+    ]
+
+
+@pytest.mark.slow
+def test_trains_under_inductor():
+    """By the default backend of torch.compile, which needs a C++ compiler on a CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler was found")
+    model, compiled = built(SMALL), built(SMALL)
+    tokens, targets = batch()
+    model(tokens, targets).backward()
+    torch.compile(compiled, fullgraph=True)(tokens, targets).backward()
     for (name, a), (_, b) in zip(model.named_parameters(), compiled.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
 

@@ -205,13 +205,26 @@ def _rows(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.t() + bias in float32, rounded to the dtype of `x`."""
+    return _opaque(x, weight, bias) if torch.compiler.is_compiling() else _by_onednn(x, weight, bias)
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.float()
     return torch.ops.mkldnn._linear_pointwise(x.float(), weight.float(), bias, "none", [], "").to(x.dtype)
 
 
+# TorchInductor's own lowering of this product takes constant weights only, so compiled code calls an op that it cannot look into.
+_opaque = torch.library.custom_op("ztk::linear", _by_onednn, mutates_args=(), device_types="cpu")
+
+
+@_opaque.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 if HAS_ONEDNN:
 
-    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    @register_flop_formula([torch.ops.mkldnn._linear_pointwise, torch.ops.ztk.linear])
     def _count_operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
         """FLOPs for torch's FLOP counter and profilers that use it, which only support torch's own products."""
         return 2 * x.numel() * weight[0]

@@ -16,6 +16,7 @@ _KEPT = {
         *("_flash_attention_forward", "_efficient_attention_forward"),
     ),
     "mkldnn": ("_linear_pointwise",),
+    "ztk": ("linear",),
 }
 _KEPT_OF_ZTK = ("attention", "grouped_matmul")
 
