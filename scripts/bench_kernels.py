@@ -212,17 +212,18 @@ def bench_op(spec: OpSpec, *, clock: Clock, results: Results, peers: dict, stamp
     if problem:
         print(f"  NOT TIMED, wrong: {problem}")
         return
-    providers = {"ztk": spec.op}
+    providers = {"ztk": spec.op} | peers.get(
+        spec.name, {}
+    )  # the peers first: compiling eager torch can take the rest of the time
     eager = spec.eager or spec.reference  # the reference is plain torch too
     if clock.device == "cpu" or spec.name not in DRAWN_ON_CPU:
         providers["torch eager"] = eager
     if clock.device == "cuda" and spec.name not in DRAWN_ON_CPU:
         providers["torch.compile"] = torch.compile(eager)
-    providers |= peers.get(spec.name, {})
     mine: dict[tuple, Row] = {}
     shapes = spec.bench_shapes if clock.device == "cuda" else spec.small_shapes[1:2]
     works = [(shape, backward) for shape in shapes for backward in ((False, True) if spec.differentiable else (False,))]
-    for name, function in providers.items():  # all of ztk's rows first: compiling a peer can take the rest of the time
+    for name, function in providers.items():  # all of ztk's rows first
         for shape, backward in works:
             row = bench_one(spec, name, function, shape=shape, dtype=dtype, backward=backward, clock=clock,
                             limits=results.limits, mine=mine.get((shape, backward)), stamp=stamp)  # fmt: skip

@@ -4,11 +4,13 @@
     bash FOLDER/first.sh RESULTS                           # on the GPU machine, in the checkout: at most 560 s
     python scripts/first_hour.py read RESULTS              # here: writes experiments/results/GPU/first_hour.{json,md}
     python scripts/first_hour.py run RESULTS --dry-run     # every step on a CPU with small sizes
-    python scripts/first_hour.py run RESULTS --set more    # further steps on one GPU; `--set several`: on 2 or more ranks
+    python scripts/first_hour.py run RESULTS --set more    # one of the other sets, each in at most 560 s
 
 Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
-files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The sets `more` and `several` add their rows. On one GPU
-the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then. `scripts/gpu_item.py` describes the steps.
+files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The other sets add their rows: `more` (further steps on one
+GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers) and `several` (2 or
+more ranks). On one GPU the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then.
+`scripts/gpu_item.py` describes the steps.
 """
 
 import base64
@@ -42,6 +44,10 @@ PROGRAMS = "/tmp/first_hour_triton"  # Triton's cache there; its entries have ab
 # Packages that ztk imports and that machines with only torch, triton and einops lack.
 WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
 KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
+COMPARED = ("attention", "adamw", "linear_cross_entropy", "rms_norm", "grouped_matmul")  # with serious peers
+COMPILED = ("ztk0", "ztk0+compile", "plain+compile", "fsdp2+compile")
+ROUNDS = 3  # in turns, so that a GPU's clock and temperature are the same for all
+SETS = ("first", "more", "training", "peers", "several")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +71,10 @@ def steps(*, dry: bool, work: Path, kind: str = "first") -> list[Step]:
     match kind:
         case "more":
             made = more_steps(dry=dry)
+        case "training":
+            made = training_steps(dry=dry)
+        case "peers":
+            made = kernel_steps(COMPARED, minutes=1.5, dry=dry, work=work)
         case "several":
             made = several_steps(dry=dry)
         case _:
@@ -80,6 +90,23 @@ def more_steps(*, dry: bool) -> list[Step]:
         item("job", dry=dry, limit=240),
         item("overlap", "ztk2+cpu", dry=dry, limit=45),
         *(item("speed", contender, dry=dry, limit=60) for contender in contenders),
+    ]
+
+
+def training_steps(*, dry: bool) -> list[Step]:
+    """Speed of compiled training, in rounds."""
+    rounds = [(number, contender) for number in range(1, ROUNDS + 1) for contender in COMPILED]
+    made = [item("speed", contender, dry=dry, limit=44) for _, contender in rounds]
+    named = [replace(step, name=f"{step.name}, round {number}") for step, (number, _) in zip(made, rounds, strict=True)]
+    return [item("machine", dry=dry, limit=25), *named]
+
+
+def kernel_steps(ops: Sequence[str], *, minutes: float, dry: bool, work: Path) -> list[Step]:
+    """A process for each op: ztk, then its peers, then eager torch and torch.compile."""
+    bench = (sys.executable, "scripts/bench_kernels.py", "--minutes", str(minutes), *(["--dry-run"] if dry else []))
+    limit = 60 * minutes + 20
+    return [
+        Step(name=f"kernels {op}", limit=limit, command=(*bench, "--to", str(work / op), "--ops", op)) for op in ops
     ]
 
 
@@ -106,7 +133,6 @@ def first_steps(*, dry: bool, work: Path) -> list[Step]:
     tests = ("tests/kernels/test_gpu.py", "tests/parallel/recompute/test_gpu.py")
     workers = ("-n", str(min(14, os.cpu_count() or 1))) if not dry else ()
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *workers, "-p", "no:cacheprovider")
-    bench = (sys.executable, "scripts/bench_kernels.py", "--minutes", "0.25", *(["--dry-run"] if dry else []))
     return [
         one("machine", limit=25),
         Step(name="tests", limit=110, command=(*pytest, f"--junit-xml={work / 'tests.xml'}", *tests)),
@@ -117,10 +143,7 @@ def first_steps(*, dry: bool, work: Path) -> list[Step]:
         one("decode", limit=30),
         *(one("speed", contender, limit=35) for contender in ("ztk0", "fsdp2")),
         one("overlap", "ztk3+cpu", limit=45),
-        *(
-            Step(name=f"kernels {op}", limit=35, command=(*bench, "--to", str(work / op), "--ops", op))
-            for op in KERNELS
-        ),
+        *kernel_steps(KERNELS, minutes=0.25, dry=dry, work=work),
     ]  # fmt: skip
 
 
@@ -285,7 +308,7 @@ def main() -> int:
     parser.add_argument("verb", choices=("prepare", "run", "read"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", nargs="+", default=(), help="names of steps (default: all)")
-    parser.add_argument("--set", default="first", choices=("first", "more", "several"), help="of steps")
+    parser.add_argument("--set", default="first", choices=SETS, help="of steps")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU with small sizes")
     parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"), help="of compiled kernels")
     options = parser.parse_args()

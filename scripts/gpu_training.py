@@ -308,13 +308,20 @@ def updates_on_host() -> Iterator[list[float]]:
 
 
 def contender_step(contender: str, *, config: DecoderConfig, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step of tokens and targets. contender: plain, plain+kernels, fsdp2, ddp, or ztk with a stage and `+tier`; `+compile` compiles
+    any of them with torch.compile, and the peers' attention is torch's then."""
     name, _, option = contender.partition("+")
+    compiles = option == "compile"
     if name == "plain":
         kernels.set_backend("auto" if option == "kernels" else "reference")
-        return plain(config, device=process.device)
+        return plain(config, device=process.device, compiles=compiles)
     if name in ("fsdp2", "ddp"):
         with torch.device("meta"):
             model = Decoder(config)
+        if compiles:
+            kernels.set_backend("reference")
+            for block in model.blocks:  # each alone, as torchtitan does, so that FSDP2 gathers between them
+                block.compile()
         engine = parallelize_peer(
             model,
             kind=name,
@@ -326,13 +333,18 @@ def contender_step(contender: str, *, config: DecoderConfig, process: Process) -
         )
     else:
         stage = int(name.removeprefix("ztk"))
-        engine = build(config, process=process, precision="bf16", stage=stage, tier=option or "none")
+        tier = "none" if compiles else option or "none"
+        engine = build(config, process=process, precision="bf16", stage=stage, tier=tier)
+        if compiles:
+            engine.zero.compile(engine.module)
     return partial(train_step, engine)
 
 
-def plain(config: DecoderConfig, *, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def plain(config: DecoderConfig, *, device: torch.device, compiles: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """fp32 parameters, autocast, clipping, fused AdamW."""
     model = initialise(Decoder(config), seed=SEED, device=device)
+    if compiles:
+        model.compile()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
