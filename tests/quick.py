@@ -45,7 +45,6 @@ QUICK = (
     "tests/nn/test_decoder.py::test_forward_and_gradients_equal_the_plain_implementation",
     "tests/nn/test_initial.py",
     "tests/nn/test_linear.py",
-    "tests/nn/test_sample.py",
     "tests/zero/offload/test_policy.py",
     "tests/zero/offload/test_pool.py",
     "tests/zero/offload/test_stores.py",
