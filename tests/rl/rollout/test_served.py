@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
+from tests.rl.rollout.test_environments import LONG
 from tests.serve.test_server import start, wait_until
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import TransferName
@@ -71,6 +72,25 @@ def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, w
     assert rows == own if ahead else [without(row, *STALENESS) for row in rows] == own
     assert all(("rollout_k3" in row) == ahead and (ahead or row["rollout_differing"] == 0) for row in rows)
     assert not (tmp_path / "served" / "served_weights").exists()
+
+
+@pytest.mark.parametrize("words", [EXACT, ("rollout.staleness=1",)], ids=["exact", "ahead"])
+def test_turns_of_an_environment_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, words):
+    given = (*words, "rollout.environment=tests.rl.rollout.played:Twice", *LONG)
+    options = {"rollout__stop_truncated_above": None, "reward__function": None}
+
+    def config(name, **more):
+        found = config_of("grpo", *given, folder=tmp_path / name, **options, **more)
+        found.reward.function = None
+        return found
+
+    ranks(1).run(play, config=config("own"))
+    with served(config("own"), folder=tmp_path) as urls:
+        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
+        ranks(1).run(play, config=config("served", **where))
+    rows = [without(row, *STALENESS) for row in rows_of(tmp_path / "served")]
+    assert rows == [without(row, *STALENESS) for row in rows_of(tmp_path / "own")]
+    assert all(row["turns"] > 1 for row in rows)
 
 
 def test_two_rollouts_ahead_have_tokens_of_their_versions_and_a_resumed_run_goes_on(ranks, tmp_path):
