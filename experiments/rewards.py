@@ -1,6 +1,8 @@
 """Rewards of a rollout, by functions, by the model of `reward.path`, or by both, and their means for a step's row."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,20 +10,56 @@ from torch import Tensor
 from ztk.experiments.policy_run import Run
 from ztk.experiments.served_rewards import ServedReward
 from ztk.rl.align import Prompt
-from ztk.rl.rollout import Samples
+from ztk.rl.rollout import Drawn, Episode, Samples
 from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState
 
 
-def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """Rewards that are under way. given: the answers. functions: waits for the functions' rewards. learned: values of the servers, if they
+    have the reward model.
+    """
+
+    given: Answered
+    functions: Callable[[], Rewarded] | None
+    learned: Tensor | None
+
+
+def overlaps(run: Run) -> bool:
+    """Whether rewards can begin before an update ends: those of coroutines and of servers, which use no engine of the run."""
+    functions, served = run.prompts.rewards, isinstance(run.reward_model, ServedReward)
+    return run.process.mesh.is_alone and (served or (functions is not None and functions.overlap))
+
+
+def begin(run: Run, *, drawn: Drawn, prompts: list[Prompt]) -> Begun:
+    """Starts coroutines, and waits for servers. Plain functions are called when the samples are used. Raises as `ServedReward.score`."""
+    samples, functions, model = drawn.samples, run.prompts.rewards, run.reward_model
+    assert samples.steps is not None, "they are drawn"
+    step = int(samples.steps[samples.answer_mask].min())  # also of a resumed run, whose update may be another one
+    given = answered(run, samples=samples, prompts=prompts, episodes=drawn.episodes, step=step)
+    waits = None if functions is None else functions.begin(given)
+    options = {"answered": given, "micro_batch": run.config.train.micro_batch_size}
+    learned = model.score(samples, **options) if isinstance(model, ServedReward) else None
+    return Begun(given=given, functions=waits, learned=learned)
+
+
+def reward(run: Run, *, samples: Samples, prompts: list[Prompt], begun: Begun | None = None) -> None:
     """Writes the rewards into `samples` and the rewards of each function into `run.rewarded`. Raises RewardError."""
     config, functions = run.config, run.prompts.rewards
-    given = answered(run, samples=samples, prompts=prompts)
-    run.rewarded = None if functions is None else scored(run, functions=functions, given=given)
+    if begun is None:
+        step = run.actor.global_steps
+        given = answered(run, samples=samples, prompts=prompts, episodes=run.episodes, step=step)
+        begun = Begun(given=given, functions=None, learned=None)
+    given = begun.given
+    if functions is None:
+        run.rewarded = None
+    else:
+        run.rewarded = scored(run, functions=functions, given=given) if begun.functions is None else begun.functions()
     total = None if run.rewarded is None else run.rewarded.total
     if run.environments is not None:
         total = with_steps(run, total=total)
     if run.reward_model is not None:
-        learned = valued(run, samples=samples, given=given)
+        learned = valued(run, samples=samples, given=given) if begun.learned is None else begun.learned
         weight = config.reward.path_weight
         total = learned if weight is None or total is None else total.nan_to_num() + weight * learned
     assert total is not None, "the configuration is checked"
@@ -60,24 +98,24 @@ def with_steps(run: Run, *, total: Tensor | None) -> Tensor:
     return torch.where(steps.isnan() & total.isnan(), math.nan, steps.nan_to_num() + total.nan_to_num())
 
 
-def answered(run: Run, *, samples: Samples, prompts: list[Prompt]) -> Answered:
-    """Returns the answers in the form for reward functions."""
+def answered(run: Run, *, samples: Samples, prompts: list[Prompt], episodes: Sequence[Episode], step: int) -> Answered:
+    """Returns the answers in the form for reward functions. step: number of optimizer steps so far."""
     texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
     is_chat, conversations = [prompt.is_chat for prompt in prompts], None
     if run.environments is not None:
         texts = [run.prompts.prompt_of(samples, row=row) for row in range(len(prompts))]
         records = [
-            {**prompt.record, "prompt": episode.asked} for prompt, episode in zip(prompts, run.episodes, strict=True)
+            {**prompt.record, "prompt": episode.asked} for prompt, episode in zip(prompts, episodes, strict=True)
         ]
-        is_chat = [not isinstance(episode.said, str) for episode in run.episodes]
-        conversations = [episode.answered for episode in run.episodes]
+        is_chat = [not isinstance(episode.said, str) for episode in episodes]
+        conversations = [episode.answered for episode in episodes]
     return Answered(
         texts=texts,
         answers=[run.prompts.answer_of(samples, row=row) for row in range(len(prompts))],
         token_ids=[samples.answer(row).tolist() for row in range(len(prompts))],
         records=records,
         is_chat=is_chat,
-        state=TrainingState(global_step=run.actor.global_steps, max_steps=run.config.train.steps),
+        state=TrainingState(global_step=step, max_steps=run.config.train.steps),
         conversations=conversations,
     )
 

@@ -21,7 +21,7 @@ from ztk.experiments.least_divergence import frontier_of
 from ztk.experiments.policy_run import Run, rollout_policy
 from ztk.experiments.prompts import PAD, STOP, Prompts
 from ztk.experiments.reference import BaseModel, row_logprobs
-from ztk.experiments.rewards import reward, reward_metrics
+from ztk.experiments.rewards import begin, overlaps, reward, reward_metrics
 from ztk.experiments.tasks import TASKS, name_of
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
@@ -74,10 +74,13 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     return accepted(run, drawn=drawing_of(run, first_prompt=first_prompt)())
 
 
-def drawing_of(run: Run, *, first_prompt: int | None = None, number: int | None = None) -> Callable[[], Drawn]:
+def drawing_of(
+    run: Run, *, first_prompt: int | None = None, number: int | None = None, begins: bool = False
+) -> Callable[[], Drawn]:
     """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call.
 
     number: number of the rollout in the run, by default of the next one. first_prompt: number of its first prompt, by default the run's next.
+    begins: begins the rewards, too.
     """
     number = run.rollouts if number is None else number
     policy, first = policy_of(run, is_trained=first_prompt is None), number * run.config.rollout.prompts
@@ -85,17 +88,17 @@ def drawing_of(run: Run, *, first_prompt: int | None = None, number: int | None 
     turns, drawn_at = ExitStack(), run.actor.global_steps
     given = {"policy": policy, "requests": requests}
     draws = turns.enter_context(run.drawer.turns(**given, step=number))
+    prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
 
     def draw_all() -> Drawn:
         with turns:
             if run.environments is None:
                 drawn = Drawn(samples=draw_once(draws, **given))
             else:
-                prompts = [run.prompts[int(number)] for number in requests.prompt_numbers]
                 drawn = played(run, draws=draws, prompts=prompts, **given)
         if drawn.samples.steps is None:  # else a server has told them
             drawn.samples.steps = drawn.samples.answer_mask * drawn_at
-        return drawn
+        return replace(drawn, begun=begin(run, drawn=drawn, prompts=prompts)) if begins else drawn
 
     return draw_all
 
@@ -156,14 +159,18 @@ def draw_ahead(run: Run) -> None:
     run.ahead.drop()
     for number in range(len(run.ahead), run.config.rollout.staleness or 0):
         if run.actor.global_steps + (number + 1) * run.buffer.updates < run.config.train.steps:
-            run.ahead.start(drawing_of(run, number=run.rollouts + number))
+            run.ahead.start(drawing_of(run, number=run.rollouts + number, begins=overlaps(run)))
 
 
 def accepted(run: Run, *, drawn: Drawn) -> Samples:
     """The samples, with rewards; `run.episodes` become theirs. Raises RewardError."""
     run.episodes = drawn.episodes
-    prompts = [run.prompts[int(number)] for number in drawn.samples.prompts]
-    reward(run, samples=drawn.samples, prompts=prompts)
+    prompts, begun = [run.prompts[int(number)] for number in drawn.samples.prompts], drawn.begun
+    if (
+        begun is None and run.ahead is not None and overlaps(run)
+    ):  # a rollout of a checkpoint, or one that was not drawn ahead
+        begun = begin(run, drawn=drawn, prompts=prompts)
+    reward(run, samples=drawn.samples, prompts=prompts, begun=begun)
     return drawn.samples
 
 

@@ -257,3 +257,36 @@ def test_engine_identity_and_correction_follow_from_it():
 def test_what_cannot_draw_ahead_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         composed("rollout.staleness=1", *words.split())
+
+
+WAITING = """
+import asyncio
+from pathlib import Path
+
+calls = []
+
+
+{kind} score(completions, trainer_state, log_metric):
+    calls.append(trainer_state.global_step)
+    file, rows = Path(__file__).with_name("metrics.jsonl"), 0
+    while {waits} and len(calls) == 3 and rows <= trainer_state.global_step:  # the rollout that was drawn ahead
+        rows = len(file.read_text().splitlines()) if file.exists() else 0
+        await asyncio.sleep(0.02)
+    log_metric("updates", float(rows))
+    return [len(set(text)) / 8 for text in completions]
+"""
+
+
+def test_coroutines_reward_answers_next_to_updates(ranks, tmp_path):
+    """The coroutine ends after an update that comes after the draw of its answers, and rewards are those of a plain function."""
+    found = {}
+    for name, text in (
+        ("async", WAITING.format(kind="async def", waits=True)),
+        ("plain", WAITING.format(kind="def", waits=False).replace("        await asyncio.sleep(0.02)\n", "")),
+    ):
+        config = config_of("grpo", "rollout.staleness=1", folder=tmp_path / name, reward=text)
+        ranks(1).run(play, config=config)
+        found[name] = rows_of(tmp_path / name)
+    assert [row.pop("updates") for row in found["async"]] == [0, 0, 1, 1]
+    assert [row.pop("updates") for row in found["plain"]] == [0] * 4
+    assert found["async"] == found["plain"]

@@ -13,10 +13,11 @@ from ztk.rl.rollout.environments import Episode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Samples of a rollout, without rewards. episodes: one per sample, with an environment."""
+    """Samples of a rollout, without rewards. episodes: one per sample, with an environment. begun: rewards that are under way."""
 
     samples: Samples
     episodes: Sequence[Episode] = ()
+    begun: Any = None
 
 
 class _Rollout:

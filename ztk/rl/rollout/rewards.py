@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ztk.core.policies.columns import column_fault
 from ztk.core.policies.paths import is_object_name
-from ztk.rl.rollout.calls import NUMBER, Call, Calls, asked, number_of, parameters_of, values_of
+from ztk.rl.rollout.calls import NUMBER, Call, Calls, asked, is_async, number_of, parameters_of, values_of
 
 RewardFunction = Callable[..., Any]
 # Columns of an answer in the table of completions, where functions add theirs by `log_extra`.
@@ -133,12 +133,21 @@ class RewardFunctions:
         """The names of the functions, in order."""
         return tuple(reward.name for reward in self.rewards)
 
+    @property
+    def overlap(self) -> bool:
+        """Whether some functions are coroutines, which compute after `begin` next to other work."""
+        return any(is_async(reward.function) for reward in self.rewards)
+
     def score(self, answered: Answered) -> Rewarded:
         """Returns the rewards of a batch.
 
         Raises:
             RewardError: a function raised, exceeded the time limit, or did not return one finite number or None per answer.
         """
+        return self.begin(answered)()
+
+    def begin(self, answered: Answered) -> Callable[[], Rewarded]:
+        """Starts coroutines. The result calls plain functions, waits for all, and returns the rewards. It raises as `score`."""
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
         given = answered.columns() | {
@@ -148,15 +157,19 @@ class RewardFunctions:
         }
         # Coroutines run on their loop while plain functions run here.
         started = [self._calls.start(_calls_of(reward, answered=answered, given=given)) for reward in self.rewards]
-        found = []
-        for reward, wait in zip(self.rewards, started, strict=True):
-            values = wait()
-            values = values if reward.per_answer else values[0]
-            found.append(_checked(values, reward=reward, answered=answered))
-        values = torch.tensor(found, dtype=torch.float64).view(len(self.rewards), len(answered)).T
-        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
-        total = torch.where(values.isnan().all(1), math.nan, (values.nan_to_num() * weights).sum(1))
-        return Rewarded(values=values, total=total, extra=_columns(extra, answered=answered), logged=logged)
+
+        def wait_for_all() -> Rewarded:
+            found = []
+            for reward, wait in zip(self.rewards, started, strict=True):
+                values = wait()
+                values = values if reward.per_answer else values[0]
+                found.append(_checked(values, reward=reward, answered=answered))
+            values = torch.tensor(found, dtype=torch.float64).view(len(self.rewards), len(answered)).T
+            weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
+            total = torch.where(values.isnan().all(1), math.nan, (values.nan_to_num() * weights).sum(1))
+            return Rewarded(values=values, total=total, extra=_columns(extra, answered=answered), logged=logged)
+
+        return wait_for_all
 
 
 def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunction:
