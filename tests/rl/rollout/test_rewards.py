@@ -511,6 +511,7 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
         prompts=prompts,
         reward_model=SimpleNamespace(score=lambda *_, **__: torch.tensor([5.0, 6.0]).double()),
         environments=None,
+        episodes=(),
         actor=SimpleNamespace(global_steps=0),
     )
     reward(run, samples=samples, prompts=[prompts[0], prompts[1]])
