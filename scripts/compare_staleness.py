@@ -6,7 +6,7 @@
 All runs begin with the same weights, after supervised steps. A server keeps running and takes the weights of every run. Printed for each
 staleness: the mean reward of sampled answers after the last step with a 95 % interval over seeds, the seconds of a step, the fraction of the
 run's time in which the trainer does not wait for answers and in which the servers compute, the age of the weights, the divergence between
-drawing and training model, and the bytes of weights per server and version next to those of the parameters.
+drawing and training model, and the bytes of weights per server and version as a multiple of the parameters' bytes.
 """
 
 import argparse

@@ -278,7 +278,7 @@ calls = []
 
 
 def test_coroutines_reward_answers_next_to_updates(ranks, tmp_path):
-    """The coroutine ends after an update that comes after the draw of its answers, and rewards are those of a plain function."""
+    """The coroutine ends after an update that comes after the draw of its answers, and its rewards equal a plain function's."""
     found = {}
     for name, text in (
         ("async", WAITING.format(kind="async def", waits=True)),

@@ -102,7 +102,7 @@ class PlanConfig:
     )
     prompt_tokens: float | None = key("mean tokens of a prompt; null: 0", range=NOT_NEGATIVE, acts=_ROLLOUT)
     answer_tokens: float | None = key(
-        "mean tokens of an answer; null: those of data.seq_len after the prompt", range=POSITIVE, acts=_ROLLOUT
+        "mean tokens of an answer; null: all of data.seq_len after the prompt", range=POSITIVE, acts=_ROLLOUT
     )
     scoring_models: float | None = key(
         "models of the policy's size that read every answer once, such as policy, reference and reward model; null: 2",

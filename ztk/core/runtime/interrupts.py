@@ -15,7 +15,7 @@ from ztk.core.runtime.comm import Comm, connect
 from ztk.core.runtime.process import Process
 
 _REPEAT_SECONDS = 1.0  # a terminal and a launcher may both pass on the same Ctrl-C
-_LATE_SECONDS = 1.0  # of steps between two exchanges: short beside the grace of a scheduler, long beside an exchange
+_LATE_SECONDS = 1.0  # of steps between two exchanges; a scheduler's grace is much longer
 _MOST_STEPS = 16
 _REMEMBERED = 64  # steps whose longest one decides
 

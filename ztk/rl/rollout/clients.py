@@ -38,7 +38,7 @@ class Later(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """results: those of the work, in order. versions: names of the weights that computed them."""
+    """The results of a piece of work, in its order, and the names of the weights that computed them."""
 
     results: Sequence[Any]
     versions: Collection[str]

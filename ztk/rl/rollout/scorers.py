@@ -37,8 +37,8 @@ class ScoreClient:
         return SCORES
 
     def send(self, *, version: str, folder: Path) -> None:
-        """Is never called."""
-        raise NotImplementedError
+        """A fleet that scores sends no weights."""
+        raise NotImplementedError("reward.servers keep their weights")
 
     def answer(self, given: Texts, *, version: str, connection: http.client.HTTPConnection) -> Reply:
         """Returns a number per text. Raises Failed for another number of them, and for one that is not finite."""

@@ -24,7 +24,7 @@ import torch
 
 from ztk.rl.rollout.clients import PROBE_SECONDS, Answer, Channel, Draw, Failed, Reply, ServerFault
 
-_SEEDS = (1 << 62) - 1  # seeds are signed 64-bit numbers, and those of further answers are larger
+_SEEDS = (1 << 62) - 1  # seeds are signed 64-bit numbers, and further answers have larger ones
 _ROUNDED = 1e-3  # a log-probability of rounded numbers may be above 0 by less
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and vLLM 0.30 or later"
 
