@@ -91,7 +91,6 @@ def test_a_cache_stays_below_the_free_memory(model, monkeypatch, draft_tokens, t
     monkeypatch.setattr(capacity, "free_memory", lambda: free)
     generator = Generator(model, policy=policy, draft=draft)
     assert generator._cache.blocks == tokens // BLOCK
-    empty = held(generator)
     running, most = [], 0
     for prompt, sampling in [*LONG, *LONG]:
         generator.submit(prompt, sampling=sampling)
@@ -99,7 +98,7 @@ def test_a_cache_stays_below_the_free_memory(model, monkeypatch, draft_tokens, t
         generator.step()
         running.append(len(generator._scheduler.running))
         most = max(most, held(generator))
-    assert empty < most <= free and generator.preempted > 0
+    assert free / 5 < most <= free and generator.preempted > 0
     assert min(running[: len(running) // 2]) < 10 < max(running)  # a long text leaves little room
 
 
