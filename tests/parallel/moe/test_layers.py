@@ -125,6 +125,33 @@ def test_router_losses_reach_the_router_whatever_the_loss_is():
     assert not layer.experts.gate.grad.any()
 
 
+def test_the_balance_loss_is_of_a_micro_batch():
+    """Two halves of a step have the mean of their own losses, each by the formula over its own tokens; the full step has another loss.
+
+    The z-loss, a mean over tokens, has the loss of the full step however it is divided.
+    """
+    layer = sparse(balance_loss_weight=0.3, router_z_loss_weight=0.2)
+    x = torch.randn(24, CONFIG.dim)
+
+    def by_formula(part: torch.Tensor) -> tuple[float, float]:
+        logits = part.double() @ layer.router.weight.detach().double().t()
+        share = torch.bincount(logits.topk(2, dim=1).indices.flatten(), minlength=4) / (2 * len(part))
+        return float(4 * (share * logits.softmax(1).mean(0)).sum()), float(logits.logsumexp(1).square().mean())
+
+    def measured(*parts: torch.Tensor) -> tuple[float, float]:
+        with torch.no_grad():
+            for part in parts:
+                layer(part)
+        found = expert_metrics(nn.ModuleDict({"moe": layer}), comm=SINGLE_RANK)
+        return found["moe.balance_loss"], found["moe.z_loss"]
+
+    full, halves = by_formula(x), [by_formula(half) for half in x.chunk(2)]
+    divided = [sum(values) / 2 for values in zip(*halves, strict=True)]
+    assert measured(x) == pytest.approx(full, rel=1e-6)  # fp32 sums of 24 tokens
+    assert measured(*x.chunk(2)) == pytest.approx(divided, rel=1e-6)
+    assert abs(divided[0] - full[0]) > 1e-2 and divided[1] == pytest.approx(full[1], rel=1e-12)
+
+
 def test_metrics_cover_the_forwards_since_the_last_call():
     layer = nn.ModuleDict({"mlp": sparse(), "moe": MoE(32, Expert(32), num_experts=4, min_capacity=0)})
     with torch.no_grad():
