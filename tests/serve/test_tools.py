@@ -11,7 +11,7 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import HTTP, Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
-from ztk.serve.messages import ChatOptions, read_options
+from ztk.serve.messages import PLAIN, ChatOptions, read_options
 from ztk.serve.tokenizers import Pretrained
 from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told, with_pieces
 from ztk.serve.values import BadRequest, parsed
@@ -26,9 +26,13 @@ ASKED = read_tools({"tools": TOOLS})
 
 
 class Knowing(Chatting):
-    """Its template would show the tools."""
+    """Its template shows the names of the tools."""
 
     template = "{{ tools }}"
+
+    def chat(self, messages, *, options=PLAIN):
+        names = " ".join(tool["function"]["name"] for tool in options.tools)
+        return self.encode(names) + super().chat(messages, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,31 @@ def test_a_call_that_must_be_made_is_made(running, choice, stream):
     assert (
         reason == ("tool_calls" if choice == "required" else "stop") and content == "" and call.id.startswith("call_")
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_may_not_be_called_stay_in_the_prompt(running, stream):
+    """As in vLLM, tool_choice=none takes no tool out of the prompt, and an answer that is written like a call is text."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    text = written(ONE, format=Format.hermes)
+    asked = {"model": "tiny", "messages": USER, "max_tokens": 200, "extra_body": {"guided_choice": [text]}}
+
+    def ask(**more):
+        if not stream:
+            found = client.chat.completions.create(**asked, **more)
+            message = found.choices[0].message
+            return found.usage.prompt_tokens, message.content or "", message.tool_calls or []
+        *chunks, last = client.chat.completions.create(
+            **asked, **more, stream=True, stream_options={"include_usage": True}
+        )
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        return last.usage.prompt_tokens, "".join(delta.content or "" for delta in deltas), calls
+
+    without, _, _ = ask()
+    allowed, content, calls = ask(tools=TOOLS)
+    assert calls and content == "" and allowed > without
+    assert ask(tools=TOOLS, tool_choice="none") == (allowed, text, [])
 
 
 @pytest.mark.parametrize("format", list(Format))

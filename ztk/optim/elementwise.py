@@ -1,7 +1,7 @@
 """Elementwise torch optimizers, which run over flat ranges of parameters: which classes are, and the states that they keep.
 
 A class is elementwise if it updates every element of a parameter from that element's own weight, gradient and states. Torch's own classes
-in `TORCHS` are, as `tests/optim/test_elementwise.py` shows. A user declares the same of another class by the attribute `elementwise = True`.
+in `TORCHS` are, as `tests/optim/test_torch_step.py` shows. A user declares the same of another class by the attribute `elementwise = True`.
 Every other optimizer steps full parameters, see `ztk.optim.whole_step`.
 
 `check_elementwise` compares steps over full parameters of the real groups with steps over ranges of them, bit by bit. It finds a wrong
