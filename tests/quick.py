@@ -15,6 +15,7 @@ QUICK = (
     "tests/rl/align",
     "tests/test_architecture.py",
     "tests/test_library.py",
+    "tests/test_named_tests.py",
     "tests/test_quick.py",
     "tests/checkpoint/test_boxes.py",
     "tests/checkpoint/test_saving.py::test_files_are_the_same_for_every_tier",
