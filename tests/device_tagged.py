@@ -214,7 +214,12 @@ class _Mode(TorchDispatchMode):
         if target is not None and target.type == "cuda":
             kwargs["device"] = CPU
         self._note(name, args=args, kwargs=kwargs, own=own, target=target)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "only supports per-tensor scaling for CPU" not in str(error):
+                raise
+            result = _scaled_product(*args, **kwargs)
         if name == "copy_":
             return result
         if target.type == "cuda" if target is not None else own:
@@ -236,6 +241,14 @@ class _Mode(TorchDispatchMode):
     def _lock(self, tensor: Tensor) -> Tensor:
         _BASE.untyped_storage(tensor).is_locked = True
         return tensor
+
+
+def _scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out: Tensor | None = None, **__: Any
+):
+    """`torch._scaled_mm` with scales per row and column, which the CPU's of torch 2.11 lacks."""
+    product = ((a.float() @ b.float()) * scale_a * scale_b).bfloat16()
+    return product if out is None else out.copy_(product)
 
 
 def _is_tagged(tensor: Tensor) -> bool:

@@ -69,6 +69,10 @@ def scaled_product(
     is_fast: NVIDIA's GPUs keep fewer bits of the sum, as in torchao's forward.
     """
     of_a, of_b = scales
+    # torch 2.11 has no scales per row on a CPU, and later releases have this speed and these bits there.
+    if a.device.type == "cpu":
+        product = (a.float() @ b.float().t()).mul_(of_a).mul_(of_b.view(1, -1))
+        return product.to(torch.bfloat16) if out is None else out.copy_(product)
     options = {} if out is None else {"out": out}
     return torch._scaled_mm(
         a, b.t(), scale_a=of_a, scale_b=of_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=is_fast, **options
