@@ -1,8 +1,10 @@
 """Flags may stand anywhere on the command line."""
 
 import re
+import shlex
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import ztk
 from tests.commands import run_command
@@ -114,3 +116,29 @@ def test_a_folder_has_the_name_that_the_line_gives(name, tmp_path):
 def test_an_unreadable_word_for_hydra_names_the_fix():
     with pytest.raises(ConfigError, match="hydra.job.name=a'b: not readable; put quotes around the value"):
         parse_arguments(["hydra.job.name=a'b"], folders=[conf_dir()])
+
+
+@pytest.mark.parametrize("text", ["2026_11_30", "007", "1e3", "1_0.5", "true", "False", "-1", "inf", "nan", "12"])
+def test_a_text_key_keeps_what_reads_as_a_number(text, tmp_path, monkeypatch):
+    """Hydra reads the folder 2026_11_30 as 20261130. A folder, a list of texts, a list of folders, and a sweep."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / text).mkdir()
+    (tmp_path / text / "mine.jsonl").write_text('{"prompt": "a="}\n')
+    (tmp_path / "mine.py").write_text("def score(completions): return [0.0] * len(completions)\n")
+    own = ("task=grpo", "reward.function=mine.py:score", "rollout.task=null", "warm_start.steps=0")
+    config = compose(*own, f"data.path={text}", f"rollout.stop=[{text}, b]", output_dir=tmp_path / "run")
+    assert config.rollout.stop == [text, "b"] and config.data.path == [str(tmp_path / text)]
+    several = compose(*own, f"data.path=[{text},{text}/mine.jsonl]", output_dir=tmp_path / "run").data.path
+    assert several == [str(tmp_path / text), str(tmp_path / text / "mine.jsonl")]
+    (swept,) = parse_arguments([f"model.path={text},b"], folders=[conf_dir()], sweep=True)
+    first, second = OverridesParser.create().parse_override(swept).value().list
+    assert (getattr(first, "text", first), second) == (text, "b")  # quoted where Hydra reads something else
+
+
+@pytest.mark.parametrize("value", ["it's.txt", "x[1].txt", "k{a}", 'say "x"', "a'b\"c\\", "a'\\"])
+def test_the_word_that_an_error_names_is_the_shells(value):
+    """The command line of a shell with the named word sets the text."""
+    with pytest.raises(ConfigError) as raised:
+        parse_arguments([f"model.path={value}"], folders=[conf_dir()])
+    (word,) = shlex.split(str(raised.value).partition("as in ")[2])
+    assert OverridesParser.create().parse_override(word).value() == value

@@ -4,6 +4,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.errors import ConfigError
-from ztk.config.keys import expected, flatten, holds_int, holds_number, holds_table, line_keys, named_by, section_of
+from ztk.config.keys import (
+    expected,
+    flatten,
+    holds_int,
+    holds_number,
+    holds_table,
+    holds_text,
+    line_keys,
+    named_by,
+    section_of,
+)
 from ztk.config.own import FREE, OBJECTS, TARGET, USER, is_emptied
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.launch import quoted
@@ -48,6 +59,7 @@ CONFIG_DIRS = "ZTK_CONFIG_DIRS"  # environment variable of a run's ranks: the fo
 _INFO = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(@(?P<package>[^=]*))?(=(?P<value>.*))?", re.DOTALL)
 _NAME = re.compile(r"[a-z_][\w-]*", re.ASCII | re.IGNORECASE)  # of a key or group in Hydra's grammar
+_TEXTS = re.compile(r"[^\[\](){}'\"$\\]*|\[[^\[\](){}'\"$\\]*\]")  # values without quotes, or a list of them
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*", re.ASCII)
 
 
@@ -222,7 +234,7 @@ def _for_hydra(
         return f"~{name}" if name in options else f"{name}=null"  # Hydra has no null for groups
     if name in groups:
         return f"{name}@{USER}.{name}={override.partition('=')[2]}"
-    return override if name.partition(".")[0] in own else _whole_numbers(override)
+    return override if name.partition(".")[0] in own else _quoted_texts(_whole_numbers(override))
 
 
 def _check_folders(folders: list[str], *, groups: frozenset[str]) -> None:
@@ -334,7 +346,7 @@ def _faults(override: str, *, options: dict[str, list[str]], own: frozenset[str]
         try:
             OverridesParser.create().parse_override(override)
         except HydraException:
-            yield f"{override}: not readable; put quotes around the value, as in '{key}=\"{value}\"'"
+            yield f"{override}: not readable; put quotes around the value, as in {_in_shell(key, str(value))}"
         return
     if "." in key and key.partition(".")[0] in own and (value is not None or sign == "~"):
         yield from _free_faults(override, sign=sign, key=key)
@@ -378,7 +390,13 @@ def _free_faults(override: str, *, sign: str, key: str) -> Iterator[str]:
         try:
             OverridesParser.create().parse_override(override)
         except HydraException:
-            yield f"{key}={value}: not readable; put quotes around it, as in '{key}=\"{value}\"'"
+            yield f"{key}={value}: not readable; put quotes around it, as in {_in_shell(key, value)}"
+
+
+def _in_shell(key: str, value: str) -> str:
+    """Returns the word for a shell that gives `key` this text."""
+    is_simple = '"' not in value and not value.endswith("\\")
+    return shlex.quote(f'{key}="{value}"' if is_simple else f"{key}={quoted(value)}")
 
 
 def _group_faults(
@@ -419,7 +437,7 @@ def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:
             parsed = OverridesParser.create().parse_override(f"{key}={text}").value()
             OmegaConf.structured(section_of(key))[key.rpartition(".")[2]] = parsed
         except HydraException:
-            yield f"{key}={piece}: not readable; put quotes around it, as in '{key}=\"{piece}\"'"
+            yield f"{key}={piece}: not readable; put quotes around it, as in {_in_shell(key, piece)}"
         except OmegaConfBaseException:
             yield f"{key}={piece}: must be {expected(hint)}"
 
@@ -455,6 +473,23 @@ def _whole_number(text: str) -> str:
     if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():  # 1e999 is infinite and not an integer
         return str(int(float(text)))
     return text
+
+
+def _quoted_texts(override: str) -> str:
+    """Quotes values of a text key that Hydra would read as numbers or flags, such as a folder 2026_11_30. Also in a list or a sweep."""
+    key, equals, value = override.partition("=")
+    declared = line_keys().get(key.lstrip("+"))
+    if declared is None or not (holds_text(declared.hint) or declared.paths) or not _TEXTS.fullmatch(value):
+        return override
+    return key + equals + re.sub(r"[^\[\],]+", lambda found: _quoted_text(found[0], key=key), value)
+
+
+def _quoted_text(text: str, *, key: str) -> str:
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key}={text.strip()}").value()
+    except HydraException:
+        return text
+    return quoted(text.strip()) if isinstance(parsed, bool | int | float) else text
 
 
 def _completed(word: str, *, options: dict[str, list[str]], keys: dict[str, object]) -> list[str]:

@@ -134,6 +134,12 @@ def holds_table(hint: Any) -> bool:
     return any(typing.get_origin(kind) is dict for kind in typing.get_args(hint))
 
 
+def holds_text(hint: Any) -> bool:
+    """Returns whether a key of this type takes a text or a list of texts, and no number."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return not {int, float, bool} & {*kinds} and any(kind is str or kind == list[str] for kind in kinds)
+
+
 def holds_int(hint: Any) -> bool:
     """Returns whether a key of this type takes a whole number."""
     return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))
