@@ -15,7 +15,7 @@ from tests.zero.models import Layout, build, make_engine
 from ztk.checkpoint import CheckpointError, load, read_manifest, resolve, save
 from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
-from ztk.checkpoint.export import export_safetensors, export_state_dict
+from ztk.checkpoint.export import export_safetensors, export_state_dict, export_torch_distributed
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.verify import verify
 
@@ -255,3 +255,32 @@ def test_an_export_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="differs from what was written"):
         export_state_dict(step, to=tmp_path / "out.pt")
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("damage", ["a value", "a number", "a cut file"])
+def test_a_distributed_export_that_the_disk_changed_gets_no_name(ranks, saved, tmp_path, monkeypatch, damage):
+    whole = dcp.save
+
+    def damaged(state, *, storage_writer, no_dist):
+        name = "optim.state.blocks.0.up.weight.exp_avg"
+        other = {
+            "a value": {name: state[name] + 1},
+            "a number": {"optim.param_groups": changed(state["optim.param_groups"])},
+        }
+        whole(state | other.get(damage, {}), storage_writer=storage_writer, no_dist=no_dist)
+        if damage == "a cut file":
+            (file,) = storage_writer.path.glob("*.distcp")
+            file.write_bytes(file.read_bytes()[:-5000])
+
+    def changed(groups):
+        return [{**groups[0], "lr": groups[0]["lr"] * 2}, *groups[1:]]
+
+    monkeypatch.setattr(dcp, "save", damaged)
+    said = {
+        "a value": "optim.state.blocks.0.up.weight.exp_avg differs from what was written",
+        "a number": "optim.param_groups differs from what was written",
+        "a cut file": "cannot be read again",
+    }
+    with pytest.raises(CheckpointError, match=said[damage]):
+        export_torch_distributed(saved, to=tmp_path / "dcp")
+    assert not list(tmp_path.glob("dcp*"))

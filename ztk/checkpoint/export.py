@@ -5,14 +5,17 @@ requested dtype, buffers keep theirs.
 """
 
 import json
+import math
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
 from ztk.checkpoint.groups import torch_param_groups
 from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
-from ztk.checkpoint.sources import RANGE_ELEMENTS, SafetensorsSource, load_plain
+from ztk.checkpoint.sources import RANGE_ELEMENTS, SafetensorsSource, load_plain, reason_of
 from ztk.checkpoint.tensorfile import TensorSpec, check_tensors, write_tensors
 from ztk.checkpoint.torch_optimizer import decode_all, states_of_parameters
 from ztk.core.policies.records import run_folder, weight_files
@@ -34,6 +37,7 @@ from ztk.optim.states import FROZEN, MASTER
 from ztk.zero.buckets.context import AVERAGE
 
 SHARD_BYTES = 5 << 30  # bytes per exported file, the default of Hugging Face
+_READ_BYTES = 256 << 20  # read at once when a folder of torch.distributed.checkpoint is compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +304,8 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
     Keys are named as in FSDP2's `get_state_dict`: fp32 weights and persistent buffers as "model.NAME", optimizer states as
     "optim.state.NAME.KIND", the step as "optim.state.NAME.step", and the hyperparameters, with rates before the schedule's factor, as
     "optim.param_groups". So `dcp.load` and `set_state_dict` continue the run with torch's optimizer. Weights appear under each of their
-    tied names. Tensors are collected in a temporary file instead of memory. Raises as `export_safetensors`.
+    tied names. Tensors are collected in a temporary file instead of memory. The folder is read again before it gets its name. Raises as
+    `export_safetensors`.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -311,10 +316,69 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
             state = dict(_on_disk(manifest, scratch=scratch)) | _small_state(manifest)
             state |= {f"model.{tied}": state[f"model.{name}"] for tied, name in manifest.tied.items()}
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=True), no_dist=True)
+            _check_distributed(folder, state=state)
         finally:
             scratch.unlink(missing_ok=True)
     files = list(to.iterdir())
     return ExportReport(path=to, files=len(files), nbytes=sum(file.stat().st_size for file in files))
+
+
+def _check_distributed(folder: Path, *, state: Mapping[str, object]) -> None:
+    """Reads the folder of `dcp.save` in parts, and compares it with `state`. Raises CheckpointError if a value differs."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException
+
+    for keys in _parts(state):
+        found = {key: _emptied(state[key]) for key in keys}
+        try:
+            dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{folder}: cannot be read again, {reason_of(error)}: write it again on another disk"
+            ) from None
+        for key in keys:
+            if not _are_same(found[key], other=state[key]):
+                raise CheckpointError(f"{folder}: {key} differs from what was written: write it again on another disk")
+
+
+def _parts(state: Mapping[str, object]) -> Iterator[list[str]]:
+    """Yields the keys in parts of `_READ_BYTES`, or of one larger value."""
+    part, nbytes = [], 0
+    for key, value in state.items():
+        size = value.nbytes if isinstance(value, Tensor) else 0
+        if part and nbytes + size > _READ_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(key)
+        nbytes += size
+    if part:
+        yield part
+
+
+def _emptied(value: Any) -> Any:
+    """Returns lists and mappings of the same form, with tensors of zeros and None in place of other values."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, Mapping):
+        return {key: _emptied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_emptied, value))
+    return None
+
+
+def _are_same(value: Any, *, other: Any) -> bool:
+    """Returns whether two values have the same bits in all their tensors, and equal other parts."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return _is_same(value, other=other)
+    if type(value) is not type(other):
+        return False
+    if isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_are_same(value[key], other=inner) for key, inner in other.items())
+    if isinstance(other, list | tuple | deque):
+        return len(value) == len(other) and all(
+            _are_same(one, other=inner) for one, inner in zip(value, other, strict=True)
+        )
+    return value == other or (isinstance(other, float) and math.isnan(value) and math.isnan(other))
 
 
 def _small_state(manifest: Manifest) -> dict[str, object]:

@@ -43,9 +43,11 @@ def test_the_sample_has_every_kind():
 
 
 def test_a_resumed_run_has_the_bits_of_one_in_one_go(ranks, tmp_path):
-    """Saved by two ranks at stage 2 with states on a disk, loaded by one at stage 3 with states in main memory."""
+    """Saved by two ranks at stage 2 with states on a disk, loaded by one at stage 3 with states in main memory. Every state is exported."""
     options = {"seeds": SEEDS, "save_at": (2, "nvme"), "load_at": (3, "cpu"), "folder": str(tmp_path)}
     ranks(2).run(random_wholes.resumed, saves=True, **options)
+    for seed in SEEDS:
+        export_torch_distributed(tmp_path / f"{seed}", to=tmp_path / f"torch-{seed}")
     assert not ranks(1).run(random_wholes.resumed, saves=False, **options)[0]
 
 
