@@ -1,10 +1,12 @@
 """Ranks find a signal after the same step, with an exchange every few steps."""
 
+import os
+import socket
 import time
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, forkserver
 from ztk.core.runtime import Process
 from ztk.core.runtime.interrupts import _MOST_STEPS, _REMEMBERED, Interrupts
 
@@ -56,3 +58,38 @@ def test_a_slow_step_of_one_rank_is_followed_by_an_exchange_in_each_step(pool):
 def test_callbacks_that_may_end_a_run_need_an_exchange_in_each_step(pool):
     results = pool.run(steps_of, steps=100, signal_at=None, slow_at=None, agrees=True)
     assert results == [(100, 0)] * 2
+
+
+def _enter_or_die(rank: int, port: int, answers) -> None:
+    """A rank on a node of its own. Rank 1 ends before it enters."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    process = Process.start(device="cpu", timeout_seconds=60)
+    process.comm.barrier()
+    if rank == 1:
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        with Interrupts(process):
+            answers.put("entered")
+    except Exception as error:
+        answers.put((type(error).__name__, time.monotonic() - started))
+
+
+def test_a_rank_that_failed_before_the_first_step_is_noticed_at_once():
+    """On several nodes: the connections of this context would wait for it in the store, for `timeout_seconds`."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    context = forkserver()
+    answers = context.Queue()
+    ranks = [context.Process(target=_enter_or_die, args=(rank, port, answers)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        error, seconds = answers.get(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert error == "PeerLost"
+    assert seconds < 20

@@ -55,6 +55,8 @@ class Interrupts:
             return self
         process = self._process
         if process.world_size > 1:
+            # A rank that has failed is noticed here by its connection. `connect` would wait for it in the store, for `timeout_seconds`.
+            process.comm.barrier()
             self._comm = connect(
                 device=torch.device("cpu"),
                 one_node=process.local_world_size == process.world_size,
