@@ -34,6 +34,8 @@ def test_each_of_them_follows_from_the_others(overrides, expected, tmp_path):
         (("launch.elastic=true",), "use checkpoint=periodic"),
         (("launch.elastic=true", "checkpoint.every=5", "launch.ranks=2", "launch.min_ranks=3"), "launch.min_ranks=2"),
         (("launch.min_ranks=2",), "launch.elastic=true"),
+        (("launch.max_failures=2",), "launch=ray"),
+        (("launch=ray", "launch.ranks=2", "launch.max_failures=2"), "use checkpoint=periodic"),
     ],
 )
 def test_what_does_not_fit_together_names_the_fix(overrides, fix, tmp_path):

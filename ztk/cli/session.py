@@ -29,13 +29,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ztk
 from ztk import config as configuration
-from ztk.cli.elastic import run_until_done
+from ztk.cli.elastic import run_on_ray_until_done, run_until_done
 from ztk.cli.folders import FolderRefused, settle_folder
 from ztk.cli.help import requested_help
 from ztk.cli.interrupted import sweep_line, way_on
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
+from ztk.cli.ray_ranks import RayCluster
 from ztk.cli.recorded import check_job
 from ztk.cli.submission import submit_run
 from ztk.cli.sweep_line import SweepLine, read_line
@@ -81,6 +82,7 @@ _COMPLETION = {"-sc", "--shell-completion"}
 _REFUSAL_SECONDS = 60.0  # for the other ranks of a launcher to read rank 0's refusal
 _SEEN_SECONDS = 10.0
 _DRY_RUN = {"--dry-run": "launch.dry_run=true"}  # as sbatch's users type it
+_ONE_BY_ONE = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"  # Hydra's own launcher
 _FOLDER = os.path.join("outputs", "DATE", "TIME")  # placeholder for a run that is shown but not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
@@ -114,6 +116,7 @@ class Session:
         except ValueError as error:
             self._environment_fault = str(error)
         self._forker: Forker | None = None
+        self._ray: RayCluster | None = None
         self._ranks_started = False
         self._has_met = False
 
@@ -136,6 +139,10 @@ class Session:
         except (KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, SystemExit) and not _is_signal(error.code):
                 raise  # raised by Hydra
+            if self._ray is not None:
+                self._ray.interrupt(
+                    signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 143) - 128
+                )
             self._print_jobs()
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
@@ -146,6 +153,7 @@ class Session:
             return Outcome.interrupted
         finally:
             self._close_forker()
+            self._wait_for_points(closes=True)
 
     def _obey(self, compose_and_run: Callable[[], None]) -> int:
         """Shows the help, or runs the jobs. Returns the exit code. An error after a signal is the signal's."""
@@ -200,10 +208,11 @@ class Session:
             elif self._external is not None and self._external.rank != 0:
                 status = self._be_rank(config)
             else:
-                with self._owned(folder) as owner:
+                with contextlib.ExitStack() as held:
                     status = self._run_or_skip(
                         config,
-                        owner=owner,
+                        held=held,
+                        owner=held.enter_context(self._owned(folder)),
                         continued=lambda: compose(resume=AUTO),
                         overrides=overrides,
                         options=options,
@@ -288,6 +297,7 @@ class Session:
         self,
         config: Config,
         *,
+        held: contextlib.ExitStack,
         owner: RunOwner,
         continued: Callable[[], Config],
         overrides: tuple[str, ...],
@@ -305,11 +315,50 @@ class Session:
             self._record(folder, overrides=overrides, options=options)
             self._remember(config)
             owner.begin()
-        return (
-            self._start_ranks(config)
-            if self._external is None
-            else self._be_rank(config, owner=owner, is_done=settled.is_done)
-        )
+        if self._external is not None:
+            return self._be_rank(config, owner=owner, is_done=settled.is_done)
+        if config.launch.starter is Starter.ray:
+            return self._start_on_ray(config, held=held)
+        return self._start_ranks(config, run=lambda: run_until_done(config, say=self._say, start=self._starter(config)))
+
+    def _start_on_ray(self, config: Config, *, held: contextlib.ExitStack) -> Status:
+        """Starts the ranks on Ray. A point of a sweep returns at once, and `_wait_for_points` waits for its end.
+
+        held: resources of the run, which end with it.
+
+        Raises:
+            ConfigError: Ray cannot be reached.
+        """
+        is_point = self._sweeping and HydraConfig.get().launcher._target_ == _ONE_BY_ONE
+        if self._ray is None:
+            try:
+                self._ray = RayCluster()
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    [f"launch=ray: Ray cannot be reached ({error}); check RAY_ADDRESS, and the cluster by `ray status`"]
+                ) from None
+        run = functools.partial(run_on_ray_until_done, config, cluster=self._ray, say=self._say, is_point=is_point)
+        kept = held.pop_all()
+
+        def start() -> Status:
+            with kept:
+                return self._start_ranks(config, run=run)
+
+        started = self._ray.begin(start)
+        if is_point:
+            return Status.running
+        self._ray.wait()
+        return started.result()
+
+    def _wait_for_points(self, *, closes: bool = False) -> None:
+        """Returns when the jobs on Ray have ended. closes: ends the connection, and jobs that an error has left."""
+        if self._ray is None:
+            return
+        if closes:
+            self._ray.close()
+            self._ray = None
+        else:
+            self._ray.wait()
 
     def _submit(self, config: Config, *, overrides: tuple[str, ...]) -> Status:
         """Submits the run as a job of Slurm, after the checks that its ranks repeat."""
@@ -391,6 +440,7 @@ class Session:
             trusts=trusts,
             machine=self._machine(),
             shows=self._note_sweep,
+            wait=self._wait_for_points,
             say=self._say,
         )
         register(request)
@@ -411,11 +461,12 @@ class Session:
             write_json(folder / "overrides.json", values=values)
             write_json(folder / OPTIONS, values=options)
 
-    def _start_ranks(self, config: Config) -> Status:
+    def _start_ranks(self, config: Config, *, run: Callable[[], None]) -> Status:
+        """Calls `run` and records its errors."""
         folder = Path(config.output_dir)
         try:
             self._ranks_started = True
-            run_until_done(config, say=self._say, start=self._starter(config))
+            run()
         except RankError as error:
             if error.failure.interrupted:
                 self._write_failed(config, error=INTERRUPTED, status=Status.interrupted)

@@ -32,6 +32,7 @@ class SweepRequest:
     options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`.
     trusts: whether recorded words may name code.
     shows: called before the first job with the folder, the record and the plans by hash.
+    wait: returns when the jobs have ended that run at once.
     say: prints lines.
     """
 
@@ -42,6 +43,7 @@ class SweepRequest:
     trusts: bool
     machine: Machine
     shows: Callable[[Path, SweepRecord, Mapping[str, JobPlan]], None]
+    wait: Callable[[], None]
     say: Callable[..., None]
 
 
@@ -277,6 +279,7 @@ class JobSweeper(Sweeper):
             for job in returned:
                 _ = job.return_value  # raises the job's exception
             results += returned
+            self.request.wait()
         return results
 
 

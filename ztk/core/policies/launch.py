@@ -73,6 +73,7 @@ SLURM = When(
     "launch",
     lambda launch: launch.starter is Starter.slurm,
 )
+_RAY = When("launch=ray", lambda config, machine: config.launch.starter is Starter.ray)
 _ELSEWHERE = When(
     "launch=slurm or launch=ray",
     lambda config, machine: config.launch.starter is not Starter.local,
@@ -89,6 +90,14 @@ def _elastic(config: "Config") -> Iterator[str]:
         )
     if launch.elastic and aligns(config):
         yield f"launch.elastic=true: task={config.task.name} does not go on with fewer ranks by itself; use launch.elastic=false"
+
+
+def _max_failures(config: "Config") -> Iterator[str]:
+    if config.launch.max_failures and trains(config) and not config.checkpoint.every:
+        yield (
+            f"launch.max_failures={config.launch.max_failures} starts at step 1 again without checkpoints: use checkpoint=periodic, or "
+            "checkpoint.every=N"
+        )
 
 
 def _debug(config: "Config") -> Iterator[str]:
@@ -183,6 +192,13 @@ class LaunchConfig:
         contradicts=_debug,
     )
     min_ranks: int | None = key("fewest ranks to continue with", range=_COUNT, acts=_ELASTIC, contradicts=_min_ranks)
+    max_failures: int | None = key(
+        "how often all ranks start again after one has failed or its machine is lost, from the latest checkpoint",
+        default=0,
+        range=Range(low=0, high=65_536),
+        acts=_RAY,
+        contradicts=_max_failures,
+    )
     nodes: int | None = key("nodes of the job", default=1, range=_COUNT, acts=SLURM)
     gpus_per_node: int | None = key(
         "GPUs of a node that the job asks for; null: none, or those of launch.sbatch",
