@@ -106,6 +106,27 @@ class Network:
         """The folder of a node's disk, as this machine sees it."""
         return self._disks[node]
 
+    def shell(self) -> Path:
+        """A script in place of ssh: `SCRIPT NAME COMMAND` runs a shell's command on the node of this name."""
+        script = self.folder / "shell"
+        cases = [
+            f"{name}) space={space}; export NODE_NAME={name} NODE_DISK={disk} ;;"
+            for name, space, disk in zip(NAMES, self._spaces, self._disks, strict=False)
+        ]
+        script.write_text(
+            "\n".join(
+                [
+                    "#!/bin/sh",
+                    f'case "$1" in {" ".join(cases)} esac',
+                    f"export NODE_HOSTS={self.folder / 'hosts'} NODE_OWN={self.own}",
+                    "shift",
+                    f"""exec {_IP} netns exec "$space" unshare --uts --mount sh -ec '{_ENTER}' node sh -c "$*"\n""",
+                ]
+            )
+        )
+        script.chmod(0o700)
+        return script
+
     def start(
         self, node: int, command: Sequence[str], *, environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,15 @@ from tests.cluster.network import ADDRESSES, NAMES, Network, wait_until
 from tests.cluster.slurm import ROOT
 
 pytestmark = pytest.mark.slow
-STEPS, EVERY, START_SECONDS = 40, 5, 300
+STEPS, EVERY, START_SECONDS, TIMEOUT_SECONDS = 40, 5, 300, 200
 RUN = (
     *("model=nano", "data=synthetic", "data.seq_len=32", "precision=fp32", "logger=disabled", "launch.threads=1"),
-    *("train.global_batch_size=4", "train.micro_batch_size=2", "launch.device=cpu", "launch.timeout_seconds=200"),
+    *(
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "launch.device=cpu",
+        f"launch.timeout_seconds={TIMEOUT_SECONDS}",
+    ),
     *(f"train.steps={STEPS}", f"checkpoint.every={EVERY}", f"launch.start_seconds={START_SECONDS}", "train.quick=true"),
 )
 PAUSE = """
@@ -270,8 +276,7 @@ def test_a_lost_node_leaves_the_other_one(nodes):
 
 
 def test_a_full_disk_of_one_node_is_named(nodes):
-    free = shutil.disk_usage(nodes.disk(1)).free
-    (nodes.disk(1) / "filler").write_bytes(bytes(free - (64 << 10)))
+    fill(nodes.disk(1), but=64 << 10)
     words = words_of(nodes, "offload=nvme", f"offload.nvme_path={nodes.own}/nvme", zero="stage3")
     started = time.monotonic()
     agents = torchrun(nodes, words, restarts=0)
@@ -283,6 +288,16 @@ def test_a_full_disk_of_one_node_is_named(nodes):
         outcome=summary(run_folder(nodes))["error"],
         seconds=round(time.monotonic() - started, 1),
     )
+
+
+def fill(folder: Path, *, but: int) -> None:
+    """Leaves about `but` bytes of a disk free, with the blocks that a file system reserves for root, as the ranks of this test are."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        with suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+        file.truncate(file.tell() - but)
 
 
 def test_folders_that_are_not_shared_are_refused(nodes):
@@ -311,6 +326,20 @@ def test_variables_of_other_launchers(launcher, nodes, digest):
     record(f"{launcher}'s variables on both nodes", outcome="done", lost=0, digest="equal")
 
 
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun (Debian: openmpi-bin)")
+def test_mpirun(nodes, digest):
+    passed = [word for name in ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH") for word in ("-x", name)]
+    network = ("--mca", "oob_tcp_if_include", "eth0", "--mca", "plm_rsh_agent", str(nodes.shell()))
+    options = ("--allow-run-as-root", "-H", ",".join(f"{name}:1" for name in NAMES), "-np", "2", *network, *passed)
+    command = [shutil.which("mpirun"), *options, sys.executable, str(ROOT / "run.py"), *words_of(nodes)]
+    given = environment() | {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+    task = nodes.start(0, command, environment=given, log=log(nodes, 0))
+    assert codes([task], nodes=nodes) == [0], text_of(nodes)[-4000:]
+    check_rows(nodes, digest)
+    assert json.loads((run_folder(nodes) / "env.json").read_text())["hosts"] == list(NAMES)
+    record("mpirun over both nodes", outcome="done", lost=0, digest="equal")
+
+
 def test_a_folder_has_one_job(nodes, digest):
     first = torchrun(nodes, words_of(nodes, pause=1.0))
     wait_for_steps(nodes, 3, agents=first)
@@ -337,10 +366,12 @@ def test_other_code_on_a_node_is_named(nodes):
         own = environment() | {"PYTHONPATH": f"{ROOT}:{nodes.own}"}
         agents.append(nodes.start(node, command, environment=own, log=log(nodes, node)))
     assert all(codes(agents, nodes=nodes)), text_of(nodes)[-4000:]
+    seconds = time.monotonic() - started
+    assert seconds < TIMEOUT_SECONDS, text_of(nodes)[-4000:]
     assert "mine" in summary(run_folder(nodes))["error"], summary(run_folder(nodes))
     assert steps_in(run_folder(nodes)) == 0
     record(
         "other code on a node",
         outcome=summary(run_folder(nodes))["error"],
-        seconds=round(time.monotonic() - started, 1),
+        seconds=round(seconds, 1),
     )
