@@ -61,7 +61,7 @@ from ztk.core.launch import (
     restarted,
     start_process,
 )
-from ztk.core.launch.output import lasting_output
+from ztk.core.launch.output import is_lost, lasting_output
 from ztk.core.launch.signals import raise_noted
 from ztk.core.policies.ending import ENDING
 from ztk.core.policies.launch import Starter, start_seconds
@@ -107,6 +107,7 @@ class Session:
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
+        self._shows = False  # whether the printed text is the only result of the jobs
         self._flags: list[str] = []  # flags that a command continuing this run must repeat
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._environment_fault = ""
@@ -130,8 +131,15 @@ class Session:
         if self._external is not None:
             for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(kind, signal.SIG_DFL)  # a rank may wait in a collective, where no handler runs
-        with lasting_output():
-            return self._main(compose_and_run)
+        with lasting_output() as output:
+            try:
+                code = self._main(compose_and_run)
+            except SystemExit as error:
+                if error.code:
+                    raise
+                code = Outcome.done  # of Hydra's help
+            shows = self._shows or (self._sweep is None and not self._jobs)
+            return Outcome.failed if code == Outcome.done and shows and is_lost(output) else code
 
     def _main(self, compose_and_run: Callable[[], None]) -> int:
         try:
@@ -367,6 +375,7 @@ class Session:
             submit_run, config, words=overrides, flags=self._flags, say=self._say, show=self._print
         )
         if config.launch.dry_run:
+            self._shows = True
             submits()
             _remove_if_empty(folder)
             return Status.submitted
@@ -431,7 +440,7 @@ class Session:
 
     def _prepare_sweep(self, line: SweepLine, *, trusts: bool) -> None:
         assert line.options is not None
-        self._listing = line.options.list
+        self._listing = self._shows = line.options.list
         request = SweepRequest(
             options=line.options,
             command=self._command,

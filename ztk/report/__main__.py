@@ -14,16 +14,17 @@ import argparse
 import re
 import sys
 
-from ztk.core.launch.output import lasting_output
+from ztk.core.launch.output import is_lost, lasting_output
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Describes this machine, compares runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"compare": _compare, "html": _html, "profile": _profile}
-    with lasting_output():
+    with lasting_output() as output:
         try:
-            return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
+            code = commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
+            return code or int(is_lost(output))
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2

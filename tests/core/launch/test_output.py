@@ -123,3 +123,31 @@ def test_nohup_keeps_its_effect():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+SHOWS = {
+    "configuration": ("run.py", "model=nano", "--cfg", "job"),
+    "help": ("run.py", "--help"),
+    "job script": ("run.py", "model=nano", "launch=slurm", "--dry-run"),
+    "list": ("run.py", "-m", "model=nano", "train.seed=0,1", "sweep.list=true"),
+    "comparison": ("-m", "ztk.report", "compare", "run"),
+}
+
+
+@pytest.mark.parametrize("command", SHOWS)
+def test_a_lost_result_is_a_failure(command, tmp_path):
+    """The text is the only result of these commands. A reader that ends early, such as `head`, is no failure."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"status": "done", "steps": 3, "final_loss": 1.0}')
+    words = [str(CHECKOUT / word) if word == "run.py" else word for word in SHOWS[command]]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(CHECKOUT)}, "stdin": subprocess.DEVNULL}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *words], **options, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output is not complete: No space left on device" in done.stderr, (
+        done.stderr
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, *words], **options, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 0 and "not complete" not in done.stderr, done.stderr

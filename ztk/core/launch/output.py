@@ -21,6 +21,7 @@ class LastingOutput:
         """on_lost: called once, with the reason for which text is lost."""
         self._stream, self._on_lost = stream, on_lost
         self._is_lost = False
+        self.lost = ""  # the reason for which a reader misses text; "" if the reader has ended
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))
@@ -42,9 +43,9 @@ class LastingOutput:
         except OSError as error:
             if error.errno not in _PASSING:
                 self._drop()
-            self._tell(error.strerror or str(error))
+            self._tell(error)
         except ValueError as error:  # the stream is closed
-            self._tell(str(error))
+            self._tell(error)
 
     def _drop(self) -> None:
         """The text that is still in the buffer, and all that follows, goes to the null device."""
@@ -53,7 +54,10 @@ class LastingOutput:
             os.dup2(null, self._stream.fileno())
             os.close(null)
 
-    def _tell(self, reason: str) -> None:
+    def _tell(self, error: OSError | ValueError) -> None:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) != errno.EPIPE:
+            self.lost = self.lost or reason
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
@@ -62,7 +66,8 @@ class LastingOutput:
         """Flushes. Text that is still in the buffer is dropped, because the interpreter would fail over it when it exits."""
         try:
             self._stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            self._tell(error)
             self._drop()
             with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()
@@ -84,15 +89,23 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))
 
 
+def is_lost(output: LastingOutput) -> bool:
+    """Ends the output of a command whose only result is its text. Returns whether a part is lost, and writes the reason to standard error."""
+    output.end()
+    if output.lost:
+        sys.stderr.write(f"ztk: standard output is not complete: {output.lost}\n")
+    return bool(output.lost)
+
+
 @contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    """Context in which printing raises no error."""
+def lasting_output() -> Iterator[LastingOutput]:
+    """Context in which printing raises no error. Yields standard output."""
     open_closed_streams()
     before = sys.stdout, sys.stderr
     lasting = tuple(map(LastingOutput, before))
     sys.stdout, sys.stderr = lasting
     try:
-        yield
+        yield lasting[0]
     finally:
         for stream in lasting:
             stream.end()
