@@ -8,9 +8,9 @@
 
 Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
 files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The other sets add their rows: `more` (further steps on one
-GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers) and `several` (2 or
-more ranks). On one GPU the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then.
-`scripts/gpu_item.py` describes the steps.
+GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers), `offload` (the update
+in main memory alone and in training) and `several` (2 or more ranks). On one GPU the ranks of `several` share it, and their collectives use
+gloo; FSDP2 and DDP are left out then. `scripts/gpu_item.py` describes the steps.
 """
 
 import base64
@@ -47,7 +47,7 @@ KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
 COMPARED = ("attention", "adamw", "linear_cross_entropy", "rms_norm", "grouped_matmul")  # with serious peers
 COMPILED = ("ztk0", "ztk0+compile", "plain+compile", "fsdp2+compile")
 ROUNDS = 3  # in turns, so that a GPU's clock and temperature are the same for all
-SETS = ("first", "more", "training", "peers", "several")
+SETS = ("first", "more", "training", "peers", "offload", "several")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +75,8 @@ def steps(*, dry: bool, work: Path, kind: str = "first") -> list[Step]:
             made = training_steps(dry=dry)
         case "peers":
             made = kernel_steps(COMPARED, minutes=1.5, dry=dry, work=work)
+        case "offload":
+            made = offload_steps(dry=dry)
         case "several":
             made = several_steps(dry=dry)
         case _:
@@ -99,6 +101,17 @@ def training_steps(*, dry: bool) -> list[Step]:
     made = [item("speed", contender, dry=dry, limit=44) for _, contender in rounds]
     named = [replace(step, name=f"{step.name}, round {number}") for step, (number, _) in zip(made, rounds, strict=True)]
     return [item("machine", dry=dry, limit=25), *named]
+
+
+def offload_steps(*, dry: bool) -> list[Step]:
+    """The update in main memory alone, and training with it: with and without a profiler."""
+    contenders = ("ztk3+cpu", "ztk3+cpu:0.5", "ztk2+cpu", "ztk2+cpu:0.5")
+    return [
+        item("machine", dry=dry, limit=25),
+        item("host_update", dry=dry, limit=90),
+        *(item("speed", contender, dry=dry, limit=60) for contender in contenders),
+        *(item("overlap", contender, dry=dry, limit=60) for contender in contenders[:2]),
+    ]
 
 
 def kernel_steps(ops: Sequence[str], *, minutes: float, dry: bool, work: Path) -> list[Step]:

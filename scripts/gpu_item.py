@@ -1,13 +1,15 @@
 """One item of `scripts/first_hour.py`; prints one line of JSON. Exit code 1, with the reasons, if a check fails.
 
     python scripts/gpu_item.py machine | answers | decode | nccl | job | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
-    python scripts/gpu_item.py volume | identity bf16 | speed ztk0 | overlap ztk3 --ranks 2 [--shared]
+    python scripts/gpu_item.py host_update | volume | identity bf16 | speed ztk0 | overlap ztk3 --ranks 2 [--shared]
 
 identity: stages and tiers train to the same bits, without torch's deterministic mode; a host optimizer agrees within rounding.
 memory: model state from the CUDA allocator's counters, compared with the ledger and the formula of the ZeRO paper.
+host_update: AdamW in main memory by ztk's workers and by torch's teams of threads, by numbers of threads; their bits must be equal.
 job: the main job, `python run.py`; its held-out loss must be below the text's byte-bigram entropy.
 overlap: from a trace, the hidden share of copies and collectives, and the step compared with its longest part, the host's update
     after the backward among them. On one rank `ztk3+cpu` may take 10 % more.
+    A number after the tier is `offload.optimizer_fraction`: `ztk3+cpu:0.5`.
 speed: tokens/s and model FLOP utilisation of a 1B model in bf16.
 volume: bytes per step that a rank's collectives count: 2 per model parameter at stages 0 to 2, 3 at stage 3, in units of a parameter's size.
 
@@ -35,6 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench import parser_of
+from scripts.gpu_host import host_update
 from scripts.gpu_training import (
     MEDIUM,
     SEED,
@@ -207,6 +210,7 @@ ITEMS: dict[str, tuple[Callable[..., dict], tuple[str, ...]]] = {
     "memory": (memory, ("stage", "tier")),
     "speed": (speed, ("contender",)),
     "overlap": (overlap, ("contender",)),
+    "host_update": (host_update, ()),
     "job": (job, ()),
 }
 FAULTS: dict[str, Callable[[dict], list[str]]] = {

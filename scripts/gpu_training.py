@@ -59,8 +59,10 @@ def build(
     precision: str,
     stage: int = 0,
     tier: str = "none",
+    fraction: float = 1.0,
     folder: str | None = None,
 ) -> Engine:
+    """fraction: share of the optimizer states that `tier` has."""
     with torch.device("meta"):
         model = Decoder(config)
     scale = LossScalePolicy(initial=2.0**12) if precision == "fp16" else None
@@ -70,7 +72,12 @@ def build(
         optimizer=OPTIMIZER,
         precision=PrecisionPolicy.named(precision, loss_scale=scale),
         zero=ZeroPolicy(stage=stage),
-        offload=OffloadPolicy(optimizer=tier, parameters=tier if stage == 3 else "none", nvme_path=folder),
+        offload=OffloadPolicy(
+            optimizer=tier,
+            optimizer_fraction=fraction,
+            parameters=tier if stage == 3 else "none",
+            nvme_path=folder,
+        ),
         initial_values=partial(initial_values, model, seed=SEED),
     )
 
@@ -308,8 +315,8 @@ def updates_on_host() -> Iterator[list[float]]:
 
 
 def contender_step(contender: str, *, config: DecoderConfig, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """A training step of tokens and targets. contender: plain, plain+kernels, fsdp2, ddp, or ztk with a stage and `+tier`; `+compile` compiles
-    any of them with torch.compile, and the peers' attention is torch's then."""
+    """A training step of tokens and targets. contender: plain, plain+kernels, fsdp2, ddp, or ztk with a stage, `+tier` and
+    `:fraction`; `+compile` compiles any of them with torch.compile, and the peers' attention is torch's then."""
     name, _, option = contender.partition("+")
     compiles = option == "compile"
     if name == "plain":
@@ -333,8 +340,10 @@ def contender_step(contender: str, *, config: DecoderConfig, process: Process) -
         )
     else:
         stage = int(name.removeprefix("ztk"))
-        tier = "none" if compiles else option or "none"
-        engine = build(config, process=process, precision="bf16", stage=stage, tier=tier)
+        tier, _, fraction = ("none" if compiles else option or "none").partition(":")
+        engine = build(
+            config, process=process, precision="bf16", stage=stage, tier=tier, fraction=float(fraction or 1.0)
+        )
         if compiles:
             engine.zero.compile(engine.module)
     return partial(train_step, engine)

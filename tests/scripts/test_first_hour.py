@@ -33,7 +33,7 @@ def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["more", "training", "peers", "several"])
+@pytest.mark.parametrize("kind", ["more", "training", "peers", "offload", "several"])
 def test_further_steps_run_on_a_cpu(kind, tmp_path):
     """The ranks of a CPU share it, as those of one GPU do."""
     assert first_hour.run(tmp_path, dry=True, only=(), kind=kind) == 0
@@ -46,6 +46,12 @@ def test_further_steps_run_on_a_cpu(kind, tmp_path):
     elif kind == "peers":
         measured = {(row["op"], row["provider"]) for row in json.loads((tmp_path / "kernels.json").read_text())}
         assert measured >= {("rms_norm", "F.rms_norm"), ("linear_cross_entropy", "F.linear + F.cross_entropy")}
+    elif kind == "offload":
+        alone = rows["host_update"]
+        assert alone["bytes_per_second"] == 28 * alone["elements"] / min(
+            alone[key] for key in alone if key[:8] == "workers_"
+        )
+        assert rows["speed ztk3+cpu:0.5"]["tokens_per_second"] > 0 and rows["overlap ztk3+cpu:0.5"]["ranks"] == 1
     else:
         digests = rows["identity bf16 --ranks 2 --shared"]["digests"]
         assert len(digests) == 6 and len(set(digests.values())) == 1  # without a GPU every tier's update is the host's

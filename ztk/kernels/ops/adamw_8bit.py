@@ -32,6 +32,7 @@ from ztk.kernels.shared.control import SKIP, STEP, Control
 from ztk.kernels.shared.cpu import PIECE
 from ztk.kernels.shared.rounding import random_bits, random_bits_cpu, random_bits_like
 from ztk.kernels.shared.tiles import part_of
+from ztk.kernels.shared.workers import in_parts
 
 GROUP = 32
 SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
@@ -164,16 +165,17 @@ def _write(param, low, code_m, code_v, scale_m, scale_v, *, p, m, v, random) -> 
 
 
 def _cpu(param, low, grad, code_m, code_v, scale_m, scale_v, control: list, seed: int, start: int) -> None:
-    for first in range(0, param.numel(), PIECE):
-        cut = slice(first, first + PIECE)
-        groups = slice(first // GROUP, (first + PIECE) // GROUP)
+    def part(cut: slice) -> None:
+        groups = slice(cut.start // GROUP, -(-cut.stop // GROUP))
         state = (param[cut], low[cut], code_m[cut], code_v[cut], scale_m[groups], scale_v[groups])
         p = decode_master(state[0], low=state[1])
         m, v = decode_moments(code_m=state[2], code_v=state[3], scale_m=state[4], scale_v=state[5])
         m, v = m.contiguous(), v.contiguous()
         update_cpu(p, grad[cut], m, v, control=control)
-        random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
+        random = random_bits_like(p, start=start + cut.start, step=int(control[Control.step]), seed=seed)
         _write(*state, p=p, m=m, v=v, random=random)
+
+    in_parts(param.numel(), part, longest=PIECE)
 
 
 _op = flat.register(

@@ -19,10 +19,11 @@ from torch import Tensor
 from ztk.kernels.launch.jit import jit
 from ztk.kernels.shared import flat
 from ztk.kernels.shared.control import BETA1, BETA2, COEFFICIENT, LR, SKIP, WEIGHT_DECAY, Control
-from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32, scratch
+from ztk.kernels.shared.cpu import scaled_float32, scratch
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import compute_dtype
 from ztk.kernels.shared.tiles import part_of
+from ztk.kernels.shared.workers import in_parts
 
 
 @jit
@@ -59,8 +60,8 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tens
     # may contract a multiply-add differently from the vector code, and an element's bits must not depend on its place.
     c = control
     beta1, beta2, lr = c[Control.beta1], c[Control.beta2], c[Control.lr]
-    for start in range(0, master.numel(), UPDATE_PIECE):
-        cut = slice(start, start + UPDATE_PIECE)
+
+    def part(cut: slice) -> None:
         p, m = master[cut], exp_avg[cut]
         g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient], slot=0)
         direction, scaled_g = scratch(p.numel(), slot=1), scratch(p.numel(), slot=2)
@@ -72,6 +73,8 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tens
         m.mul_(beta2).add_(scaled_g)
         if out is not None:
             out[cut].copy_(p)
+
+    in_parts(master.numel(), part)
 
 
 _op = flat.register(

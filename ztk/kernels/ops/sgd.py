@@ -16,10 +16,11 @@ from torch import Tensor
 from ztk.kernels.launch.jit import jit
 from ztk.kernels.shared import flat
 from ztk.kernels.shared.control import COEFFICIENT, LR, MOMENTUM, SKIP, WEIGHT_DECAY, Control
-from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32
+from ztk.kernels.shared.cpu import scaled_float32
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import compute_dtype
 from ztk.kernels.shared.tiles import part_of
+from ztk.kernels.shared.workers import in_parts
 
 
 @jit
@@ -58,8 +59,8 @@ def _cpu(
     # Full 16-element units through torch's fused kernel: a function of the element alone, as in adamw.
     c = control
     momentum = 0.0 if momentum_buffer is None else c[Control.momentum]  # 0 in one group among others that have some
-    for start in range(0, master.numel(), UPDATE_PIECE):
-        cut = slice(start, start + UPDATE_PIECE)
+
+    def part(cut: slice) -> None:
         p = master[cut]
         g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient])
         torch._fused_sgd_(
@@ -76,6 +77,8 @@ def _cpu(
         )
         if out is not None:
             out[cut].copy_(p)
+
+    in_parts(master.numel(), part)
 
 
 _op = flat.register(

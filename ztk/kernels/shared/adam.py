@@ -25,11 +25,12 @@ from ztk.kernels.shared.control import (
     WEIGHT_DECAY,
     Control,
 )
-from ztk.kernels.shared.cpu import PIECE, UPDATE_PIECE, scaled_float32
+from ztk.kernels.shared.cpu import PIECE, scaled_float32
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels.shared.spec import compute_dtype
 from ztk.kernels.shared.tiles import part_of
+from ztk.kernels.shared.workers import in_parts
 
 
 @triton.jit
@@ -116,12 +117,14 @@ def update_cpu(
         "amsgrad": False,
         "maximize": False,
     }
-    for start in range(0, p.numel(), UPDATE_PIECE):
-        cut = slice(start, start + UPDATE_PIECE)
+
+    def part(cut: slice) -> None:
         g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient])
         fused([p[cut]], [g], [m[cut]], [v[cut]], [], [_NEVER], **hyper)
         if out is not None:
             out[cut].copy_(p[cut])
+
+    in_parts(p.numel(), part)
 
 
 def adam_cpu(
@@ -132,11 +135,11 @@ def adam_cpu(
     if exp_avg_sq.dtype == torch.float32:
         update_cpu(param, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
         return
-    for first in range(0, param.numel(), PIECE):
-        cut = slice(first, first + PIECE)
+
+    def part(cut: slice) -> None:
         p, m, v = (x[cut].float() for x in (param, exp_avg, exp_avg_sq))  # of float32 parameters p is a view
         update_cpu(p, grad[cut], m, v, control=control, decoupled=decoupled)
-        random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
+        random = random_bits_like(p, start=start + cut.start, step=int(control[Control.step]), seed=seed)
         if param.dtype == torch.bfloat16:
             param[cut].copy_(round_stochastic_bf16_cpu(p, random))
             random = random >> 16
@@ -144,6 +147,8 @@ def adam_cpu(
         exp_avg_sq[cut].copy_(round_stochastic_bf16_cpu(v, random))
         if out is not None:
             out[cut].copy_(p)
+
+    in_parts(param.numel(), part, longest=PIECE)
 
 
 def updated(
