@@ -63,8 +63,9 @@ def test_spills_have_a_reason(rows):
 
 
 EARLY = {  # of a decoding step; norms and routes are training's, too
-    "_linear_rows", "_linear_few", "_cache_rows", "_paged_attention", "_merge_segments", "_draw_tiles", "_merge_draws", "_select_rows",
-    "_copy_blocks", "_rms_norm_fwd", "_layer_norm_fwd", "_wide_norm_fwd", "_moe_choose", "_moe_scan", "_moe_place", "_combine_fwd",
+    "_linear_rows", "_linear_few", "_linear_many", "_cache_rows", "_paged_attention", "_merge_segments", "_draw_tiles", "_merge_draws",
+    "_select_rows", "_copy_blocks", "_rms_norm_fwd", "_layer_norm_fwd", "_wide_norm_fwd", "_moe_choose", "_moe_scan", "_moe_place",
+    "_combine_fwd",
 }  # fmt: skip
 
 

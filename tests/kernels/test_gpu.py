@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.test_ops import cases, check_against_reference
-from ztk.kernels import adamw, rms_norm, step_control, sum_of_squares, swiglu
+from ztk.kernels import adamw, gated_rows, linear_rows, rms_norm, step_control, sum_of_squares, swiglu
 from ztk.kernels.launch.library import interpreting
 from ztk.kernels.ops.step_control import SPEC as STEP_CONTROL
 from ztk.kernels.shared.flat import control_row
@@ -21,6 +21,19 @@ pytestmark = [
 @pytest.mark.parametrize("spec, shape, variant, dtype", cases(lambda spec: spec.dtypes))
 def test_compiled_kernel_matches_reference(spec, shape, variant, dtype, poisoned):
     check_against_reference(spec, shape, variant, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("N, K", [(4096, 4096), (14336, 4096), (4096, 14336), (1040, 520)])
+@pytest.mark.parametrize("pair", [False, True])
+def test_rows_of_many_have_the_bits_of_few(N, K, pair):
+    """Prompts have larger tiles than steps of decoding."""
+    torch.manual_seed(0)
+    M = 8192 if N < 4096 else 2000
+    x, *weights = (torch.randn(rows, K, device="cuda").bfloat16() for rows in (M, N, N))
+    call = (lambda rows: gated_rows(rows, *weights)) if pair else (lambda rows: linear_rows(rows, weights[0]))
+    full = call(x)
+    for cut in (slice(0, 1), slice(60, 124), slice(100, 229), slice(M - 3, M)):
+        assert torch.equal(call(x[cut]), full[cut])
 
 
 def test_optimizer_step_is_captured_in_a_graph():

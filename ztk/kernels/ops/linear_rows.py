@@ -4,9 +4,10 @@
     gated_rows     out[m] = act(x[m] G^T + bias) * (x[m] U^T + bias2)
     with slots of experts (`moe_routing`): slot s reads row order[s] // k and the weights of its expert
 
-Weights are plain, int8, fp8 or int4 (`shared.weight_formats`) and are read once for up to 64 rows: N K bytes of their format. The sum over
-inputs runs in one order that depends on the weight's shape, and rows are padded to the 64 of one matrix instruction, so a row's bits do not
-depend on the number of rows (`exact`). Without `exact` up to eight rows are multiplied without matrix instructions, in another order.
+Weights are plain, int8, fp8 or int4 (`shared.weight_formats`) and are read once for up to 64 rows: N K bytes of their format. Many rows
+of a plain weight have tiles of 128 on Hopper, which the copy engine loads (`launch.descriptors`). The sum over inputs runs in one order that
+depends on the weight's shape, and rows are padded to the 64 of one matrix instruction, so a row's bits do not depend on the number of rows
+(`exact`). Without `exact` up to eight rows are multiplied without matrix instructions, in another order.
 FLOPs: 2 M N K, twice that for a pair.
 """
 
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.dependent import dependent_launch, wait_for_kernels
+from ztk.kernels.launch.descriptors import ALIGNMENT, Layout, can_describe
 from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register, use_reference
@@ -27,13 +29,20 @@ from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.moe_combine import random_routing
 from ztk.kernels.shared.activation import ACTIVATIONS, activate, activate_cpu
 from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.product_tiles import LaunchConfig, few_product, product_tile, times_rows
+from ztk.kernels.shared.product_tiles import (
+    ROWS,
+    LaunchConfig,
+    described_product,
+    few_product,
+    product_tile,
+    times_rows,
+)
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
 from ztk.kernels.shared.weight_formats import BLOCK, format_of, quantise_weight, widen
 
-ROWS = 64  # of the matrix instruction that is the same for every number of rows
 FEW = 8  # rows of the form without matrix instructions, at most
 FEW_COLUMNS = 256  # inputs of a step of that form
+BAND = 16  # neighbouring tiles of many rows: programs that run at the same time read as many rows as weights, which the cache holds
 
 
 @triton.jit
@@ -87,6 +96,32 @@ def _linear_rows(
         if residual_ptr is not None:
             b_out += tl.load(residual_ptr + o_out, mask=m_out, other=0.0).to(tl.float32)
         tl.store(out_ptr + o_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_out)
+
+
+@jit(do_not_specialize=["M"])
+def _linear_many(
+    x, weight, bias_ptr, weight2, bias2_ptr, residual_ptr, out_ptr, M, N, K, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = act(x W^T + bias) (* (x W2^T + bias2)) (+ residual) for one tile; x and the weights: descriptors of plain elements"""
+    wait_for_kernels(PDL)
+    i_n = tl.program_id(0).to(tl.int64)
+    i_m = tl.program_id(1).to(tl.int64)
+    i_m, i_n = tl.swizzle2d(i_m, i_n, tl.num_programs(1), tl.num_programs(0), BAND)
+    first_m, first_n = (i_m * BLOCK_M).to(tl.int32), (i_n * BLOCK_N).to(tl.int32)
+    o_n = first_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < N
+    b_out = described_product(x, weight, first_m, first_n, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    b_out = activate(_with_bias(b_out, bias_ptr, o_n, m_n), ACTIVATION)
+    if weight2 is not None:
+        b_up = described_product(x, weight2, first_m, first_n, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        b_out *= _with_bias(b_up, bias2_ptr, o_n, m_n)
+    o_m = first_m + tl.arange(0, BLOCK_M)
+    o_out = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
+    m_out = (o_m < M)[:, None] & m_n[None, :]
+    if residual_ptr is not None:
+        b_out += tl.load(residual_ptr + o_out, mask=m_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + o_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_out)
 
 
 @jit(do_not_specialize=["M"])
@@ -145,6 +180,35 @@ def _rows_for(
     return bound, memory_of(M, N, dtype=torch.float32 if wide else dtype)
 
 
+@kept
+def _many_for(
+    target: Machine, M: int, N: int, K: int, dtype: torch.dtype, activation: str, wide: bool, products: int
+) -> tuple[Bound, Memory] | None:
+    """The same, or None if `_rows_for` has the better tiles. products: 2 with a second weight."""
+    config = LaunchConfig.for_many(M, N, target=target, products=products)
+    if config is None or dtype.itemsize != 2 or not can_describe((M, K), strides=(K, 1), dtype=dtype):
+        return None
+    weight = Layout(shape=(N, K), strides=(K, 1), block=(config.block_n, config.block_k), dtype=dtype)
+    layouts = {0: replace(weight, shape=(M, K), block=(config.block_m, config.block_k)), 1: weight, 3: weight}
+    bound = bind(
+        _linear_many, M, N, K, grid=(cdiv(N, config.block_n), cdiv(M, config.block_m)), layouts=layouts, ACTIVATION=activation,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, BAND=BAND, num_warps=config.num_warps,
+        num_stages=config.num_stages, enable_fp_fusion=True, **dependent_launch(target),
+    )  # fmt: skip
+    return bound, memory_of(M, N, dtype=torch.float32 if wide else dtype)
+
+
+def _many(
+    x: Tensor, weight: Tensor, scales: Tensor | None, weight2: Tensor | None, activation: str, wide: bool
+) -> tuple[Bound, Memory] | None:
+    """The launch of many rows, or None if it is not for these tensors."""
+    described = (x, weight) if weight2 is None else (x, weight, weight2)
+    if scales is not None or any(part.data_ptr() % ALIGNMENT or not part.is_contiguous() for part in described):
+        return None
+    (M, K), N = x.shape, weight.shape[0]
+    return _many_for(machine(x.device), M, N, K, x.dtype, activation, wide, len(described) - 1)
+
+
 def _launch(
     x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, weight2: Tensor | None, scales2: Tensor | None,
     bias2: Tensor | None, residual: Tensor | None, offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str,
@@ -153,17 +217,21 @@ def _launch(
     M, K = x.shape
     M = M if order is None else order.numel()
     sizes = machine(x.device), M, weight.shape[-2], K, x.dtype, format_of(weight, scales), activation, wide
-    places = (order, offsets)
+    places, many = (order, offsets), None
     if offsets is not None:
         strides = weight.stride(0), 0 if scales is None else scales.stride(0)
         product, result = _rows_for(*sizes, offsets.numel() - 1, *strides, top_k)
     elif not exact and M <= FEW:
         product, result = _few_for(*sizes)
         places = ()
+    elif M > ROWS and (many := _many(x, weight, scales, weight2, activation, wide)):
+        product, result = many
     else:
         product, result = _rows_for(*sizes, 0, 0, 0, top_k)
     out = maker(x)(*result)
-    if out.numel():
+    if many:
+        product.launch(x, weight, bias, weight2, bias2, residual, out)
+    elif out.numel():
         product.launch(x, weight, scales, bias, weight2, scales2, bias2, residual, out, *places)
     return out
 
@@ -414,7 +482,7 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     small_shapes=((1, 64, 16), (5, 260, 40), (66, 130, 33)),
     interpreted_dtypes=(torch.float32, torch.bfloat16),
-    bench_shapes=((1, 4096, 4096), (64, 4096, 4096), (64, 4096, 128256)),
+    bench_shapes=((1, 4096, 4096), (64, 4096, 4096), (64, 4096, 128256), (8192, 4096, 4096), (8192, 14336, 4096)),
     variants=(
         {},
         {"kind": "int8", "with_bias": True, "with_residual": True, "activation": "gelu"},
@@ -435,7 +503,7 @@ GATED_SPEC = replace(
     eager=_eager_gated,
     make_inputs=_make_gated_inputs,
     tolerance_ulps=6.0,  # the errors of two sums
-    bench_shapes=((1, 4096, 14336), (64, 4096, 14336)),
+    bench_shapes=((1, 4096, 14336), (64, 4096, 14336), (8192, 4096, 14336)),
     variants=(
         {},
         {"kind": "int4", "experts": 3},

@@ -16,11 +16,14 @@ from ztk.kernels.shared.weight_formats import BLOCK, GROUP, load_int4, load_step
 _HALF = tl.constexpr(BLOCK // 2)  # bytes of a block of int4
 _GROUPS = tl.constexpr(BLOCK // 2 // GROUP)  # in half a block
 _COLUMNS = 16
+ROWS = 64  # of the matrix instruction that is the same for every number of rows
 
 
 # Bytes of weights that a processor must have asked for to keep its share of the memory busy: 4.8 TB/s times a microsecond over 132, and
 # 8 TB/s over 148.
 _IN_FLIGHT = {Architecture.hopper: 36 << 10, Architecture.blackwell: 54 << 10}
+_MANY = 128  # rows of a program of many, with 256 outputs: 0.023 bytes per multiply-add from the second-level cache
+_MANY_BYTES = 192 << 10  # of shared memory of such a program, which has a processor alone
 # Of a program, by programs of a processor; the rest is for the next kernel, which starts early.
 _SHARED_BYTES = {1: 128 << 10, 2: 113 << 10}
 
@@ -33,6 +36,18 @@ class LaunchConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    block_m: int = ROWS
+
+    @staticmethod
+    def for_many(M: int, N: int, *, target: Machine, products: int) -> "LaunchConfig | None":
+        """Tiles of many rows on Hopper with 16-bit weights; None if they leave a processor without a program. products: number of weights, 2
+        for gate and up. A step over inputs is that of `for_weight`, so an output is the same sum in the same order."""
+        block_n = 256 // products  # registers hold the tiles of both
+        if target.architecture is not Architecture.hopper or cdiv(M, _MANY) * cdiv(N, block_n) < target.processors:
+            return None
+        block_k = LaunchConfig.for_weight(N, itemsize=2, target=target).block_k
+        stages = min(4, _MANY_BYTES // (2 * block_k * (_MANY + block_n)))
+        return LaunchConfig(block_n=block_n, block_k=block_k, num_warps=8, num_stages=stages, block_m=_MANY)
 
     @staticmethod
     def for_weight(N: int, *, itemsize: int, target: Machine, groups: int = 1) -> "LaunchConfig":
@@ -56,7 +71,7 @@ def _stages(block_n: int, block_k: int, *, programs: int, target: Machine) -> in
     resident = cdiv(programs, target.processors)
     if target.architecture not in _IN_FLIGHT or resident not in _SHARED_BYTES:
         return 0
-    weights, rows = 2 * block_n * block_k, 2 * 64 * block_k
+    weights, rows = 2 * block_n * block_k, 2 * ROWS * block_k
     ahead = cdiv(_IN_FLIGHT[target.architecture] * target.processors, programs * weights)
     return min(1 + ahead, _SHARED_BYTES[resident] // (weights + rows))
 
@@ -95,6 +110,17 @@ def product_tile(
             p_x += BLOCK_K
             p_w += BLOCK_K
         return b_acc * scale_of(scales_ptr, o_n, m_n, FORMAT)[None, :]
+
+
+@triton.jit
+def described_product(
+    x, weight, first_m, first_n, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """x W^T of one tile, float32 [BLOCK_M, BLOCK_N], summed as in `product_tile`; x and weight: descriptors"""
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for i_k in range(0, K, BLOCK_K):
+        b_acc = dot(x.load([first_m, i_k]), tl.trans(weight.load([first_n, i_k])), b_acc)
+    return b_acc
 
 
 @triton.jit

@@ -17,9 +17,19 @@ def linear(
     )  # fmt: skip
 
 
+def many(*, N: int, min_shared_bytes: int, variant: str = "") -> AotCase:
+    return AotCase(
+        kernel="_linear_many", shape=(8192, 4096, N), variant=variant, targets=("sm_90",), matrix_instructions=True, tensor_loads=True,
+        min_shared_bytes=min_shared_bytes, vector_load_bytes=0, vector_reason="the copy engine loads",
+    )  # fmt: skip
+
+
 CASES = {
     "linear_rows": (
         linear("plain", min_shared_bytes=120 << 10),  # five stages: 32 KiB of weights on their way
+        # Prompts: 128 x 256, two stages of 96 KiB and four of 48.
+        many(N=4096, min_shared_bytes=192 << 10),
+        many(N=14336, min_shared_bytes=192 << 10),
         *(linear(kind) for kind in ("int8", "fp8", "int4")),
         *(linear(kind, kernel="_linear_few", exact=False, targets=("sm_80", "sm_90")) for kind in ("plain", "int4")),
     ),
@@ -28,6 +38,8 @@ CASES = {
         linear(
             "plain", variant="gate and up", targets=("sm_90", "sm_100"), N=14336, min_shared_bytes=96 << 10
         ),  # four stages
+        # Prompts: 128 x 128, four stages of 32 KiB.
+        many(N=14336, min_shared_bytes=128 << 10, variant="gate and up"),
         linear("int4", variant="gate and up, int4", targets=("sm_90",)),
     ),
     "cache_rows": (
