@@ -86,8 +86,16 @@ def engines() -> str:
     """Training speed of ztk and its peers."""
     rows = engine_rows()
     speeds = {dtype: latest(rows, dtype=dtype) for dtype in DTYPES}
+    peaks = by(rows, lambda row: (row["dtype"], row["candidate"]))
     lines = [
-        [strategy, engine, *(f"{speeds[dtype][candidate]:.2f}" for dtype in DTYPES)]
+        [
+            strategy,
+            engine,
+            *(
+                f"{speeds[dtype][candidate]:.2f} ({peaks[dtype, candidate]['peak_resident_bytes'] / 1e6:.0f} MB)"
+                for dtype in DTYPES
+            ),
+        ]
         for strategy, names in STRATEGIES.items()
         for engine, candidate in names.items()
     ]
@@ -96,8 +104,8 @@ def engines() -> str:
         command="python scripts/bench_engine.py --deepspeed-python PATH",
         rows=rows,
         text="A 30M decoder of the same layers on two CPU ranks. Tokens per second, divided by the rate of forward, backward and AdamW\n"
-        "without any communication; medians of interleaved rounds.\n\n"
-        + markdown(["strategy", "engine", *DTYPES], lines),
+        "without any communication; medians of interleaved rounds. In brackets, the largest resident memory\n"
+        "of a rank. Peers run with their defaults.\n\n" + markdown(["strategy", "engine", *DTYPES], lines),
     )
 
 
@@ -172,7 +180,7 @@ def deepspeed() -> str:
         "One script under DeepSpeed and ztk",
         command="python scripts/compare_deepspeed.py --deepspeed-python PATH",
         rows=list(newest.values()),
-        text="DeepSpeed 0.19.8, two CPU ranks, 10 steps.\n\n"
+        text="DeepSpeed 0.19.8, two CPU ranks, 10 steps. The table above has the memory of both libraries.\n\n"
         + markdown(["stage", "largest difference of a loss", "DeepSpeed's seconds / ztk's"], lines),
     )
 
@@ -190,7 +198,8 @@ def inference() -> str:
         command="python scripts/bench_inference.py",
         rows=list(newest.values()),
         text="Tokens per CPU second on one thread, greedy, divided by transformers' `generate`; in brackets by its continuous batching.\n"
-        "transformers computes in fp32 in all rows.\n\n" + markdown(["parameters, weights", *WORKS.values()], ratios),
+        "transformers computes in fp32 in all rows, in the same process. The next table has the memory of separate processes.\n\n"
+        + markdown(["parameters, weights", *WORKS.values()], ratios),
     )
 
 
