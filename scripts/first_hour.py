@@ -8,9 +8,10 @@
 
 Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
 files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The other sets add their rows: `more` (further steps on one
-GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers), `offload` (the update
-in main memory alone and in training) and `several` (2 or more ranks). On one GPU the ranks of `several` share it, and their collectives use
-gloo; FSDP2 and DDP are left out then. `scripts/gpu_item.py` describes the steps.
+GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers), `serving` (products
+of prompts and of decoding, with a test of their bits), `offload` (the update in main memory alone and in training) and `several` (2 or more
+ranks). On one GPU the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then.
+`scripts/gpu_item.py` describes the steps.
 """
 
 import base64
@@ -45,9 +46,10 @@ PROGRAMS = "/tmp/first_hour_triton"  # Triton's cache there; its entries have ab
 WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
 KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
 COMPARED = ("attention", "adamw", "linear_cross_entropy", "rms_norm", "grouped_matmul")  # with serious peers
+SERVED = ("linear_rows", "gated_rows", "paged_attention")  # of a decoding step, the first two of prompts, too
 COMPILED = ("ztk0", "ztk0+compile", "plain+compile", "fsdp2+compile")
 ROUNDS = 3  # in turns, so that a GPU's clock and temperature are the same for all
-SETS = ("first", "more", "training", "peers", "offload", "several")
+SETS = ("first", "more", "training", "peers", "serving", "offload", "several")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,8 @@ def steps(*, dry: bool, work: Path, kind: str = "first") -> list[Step]:
             made = training_steps(dry=dry)
         case "peers":
             made = kernel_steps(COMPARED, minutes=1.5, dry=dry, work=work)
+        case "serving":
+            made = serving_steps(dry=dry, work=work)
         case "offload":
             made = offload_steps(dry=dry)
         case "several":
@@ -101,6 +105,28 @@ def training_steps(*, dry: bool) -> list[Step]:
     made = [item("speed", contender, dry=dry, limit=44) for _, contender in rounds]
     named = [replace(step, name=f"{step.name}, round {number}") for step, (number, _) in zip(made, rounds, strict=True)]
     return [item("machine", dry=dry, limit=25), *named]
+
+
+def serving_steps(*, dry: bool, work: Path) -> list[Step]:
+    """Answers and prompts: bits of rows in tiles of every size, times of decoding and prompts, and the products of both."""
+    pytest = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        f"--junit-xml={work / 'tests.xml'}",
+    )
+    return [
+        item("machine", dry=dry, limit=25),
+        Step(name="tests of rows", limit=90, command=(*pytest, "tests/kernels/test_gpu.py", "-k", "rows")),
+        item("answers", dry=dry, limit=30),
+        item("decode", dry=dry, limit=60),
+        *kernel_steps(SERVED, minutes=1.5, dry=dry, work=work),
+    ]
 
 
 def offload_steps(*, dry: bool) -> list[Step]:

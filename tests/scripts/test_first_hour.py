@@ -33,7 +33,7 @@ def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["more", "training", "peers", "offload", "several"])
+@pytest.mark.parametrize("kind", ["more", "training", "peers", "serving", "offload", "several"])
 def test_further_steps_run_on_a_cpu(kind, tmp_path):
     """The ranks of a CPU share it, as those of one GPU do."""
     assert first_hour.run(tmp_path, dry=True, only=(), kind=kind) == 0
@@ -46,6 +46,9 @@ def test_further_steps_run_on_a_cpu(kind, tmp_path):
     elif kind == "peers":
         measured = {(row["op"], row["provider"]) for row in json.loads((tmp_path / "kernels.json").read_text())}
         assert measured >= {("rms_norm", "F.rms_norm"), ("linear_cross_entropy", "F.linear + F.cross_entropy")}
+    elif kind == "serving":
+        measured = {row["op"] for row in json.loads((tmp_path / "kernels.json").read_text())}
+        assert measured == set(first_hour.SERVED) and rows["answers"]["tokens"] == 96
     elif kind == "offload":
         alone = rows["host_update"]
         assert alone["bytes_per_second"] == 28 * alone["elements"] / min(
