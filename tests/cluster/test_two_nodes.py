@@ -3,12 +3,14 @@
 ZTK_CASES names a file that gets one line of JSON per case: the figures of the table in docs/cluster.md.
 """
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +25,7 @@ from tests.cluster.slurm import ROOT
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY, START_SECONDS, TIMEOUT_SECONDS = 40, 5, 300, 200
+RAY_PORT = 6379
 RUN = (
     *("model=nano", "data=synthetic", "data.seq_len=32", "precision=fp32", "logger=disabled", "launch.threads=1"),
     *(
@@ -375,3 +378,45 @@ def test_other_code_on_a_node_is_named(nodes):
         outcome=summary(run_folder(nodes))["error"],
         seconds=round(seconds, 1),
     )
+
+
+@pytest.fixture
+def ray_variables() -> Iterator[dict[str, str]]:
+    """For commands of Ray. Its sockets need a short path, and no other machine reaches these nodes, so they need no token."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+
+
+def start_ray(node: int, *, nodes: Network, variables: dict[str, str]) -> None:
+    """Adds a node with one core to a Ray cluster."""
+    head = (f"--port={RAY_PORT}", "--head", "--include-dashboard=false")
+    place = head if node == 0 else (f"--address={ADDRESSES[0]}:{RAY_PORT}",)
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1", *place]
+    own = f"--node-ip-address={ADDRESSES[node]}"
+    nodes.start(node, [*command, own], environment=environment() | variables, log=nodes.folder / f"ray{node}.log")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install 'ztk[ray]'")
+def test_ray_replaces_a_lost_node(nodes, ray_variables, digest):
+    """The node of one rank loses its power, and another node joins the cluster later."""
+    start_ray(0, nodes=nodes, variables=ray_variables)
+    ready = f"{ADDRESSES[0]}:{RAY_PORT}"
+    wait_until(lambda: ready in (nodes.folder / "ray0.log").read_text(), seconds=100, text=lambda: "no head")
+    start_ray(1, nodes=nodes, variables=ray_variables)
+    words = words_of(nodes, "launch=ray", "launch.ranks=2", "launch.max_failures=1", pause=0.3)
+    given = environment() | ray_variables | {"RAY_ADDRESS": ready}
+    driver = nodes.start(0, [sys.executable, str(ROOT / "run.py"), *words], environment=given, log=log(nodes, 0))
+    wait_for_steps(nodes, 12, agents=[driver])
+    assert json.loads((run_folder(nodes) / "env.json").read_text())["hosts"] == list(NAMES)
+    before = steps_in(run_folder(nodes))
+    nodes.kill(1)
+    again = "all ranks start again"
+    noticed = wait_until(lambda: again in text_of(nodes), seconds=200, text=lambda: text_of(nodes)[-4000:])
+    start_ray(1, nodes=nodes, variables=ray_variables)
+    assert codes([driver], nodes=nodes) == [0], text_of(nodes)[-4000:]
+    check_rows(nodes, digest)
+    assert len(summary(run_folder(nodes))["failures"]) == 1
+    lost = before - resumed_after(nodes)
+    assert 0 <= lost <= EVERY
+    figures = {"seconds": round(noticed, 1), "lost": lost, "digest": "equal"}
+    record("launch=ray, a node is lost and replaced", outcome="restarted, done", **figures)
