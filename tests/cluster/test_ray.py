@@ -188,8 +188,53 @@ def test_an_interrupted_sweep_continues(tmp_path, cluster):
     assert all("continues after step" in (path.parent / "ranks" / "rank0.log").read_text() for path in points)
 
 
+def test_a_run_that_gets_no_room_ends(tmp_path, cluster):
+    folder = tmp_path / "run"
+    process = start("launch=ray", "launch.start_seconds=5", folder=folder, cluster=cluster, ranks=8)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 1, output
+    assert "Ray has not 8 times {'CPU': 1} free within launch.start_seconds=5" in output
+    assert summary(folder)["status"] == "failed"
+
+
 def test_a_run_without_ranks_is_refused(tmp_path):
     command = [sys.executable, str(ROOT / "run.py"), *RUN, "launch=ray"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "launch=ray: needs launch.ranks=N" in done.stderr
+
+
+def test_a_script_in_workers_of_ray_train(tmp_path, cluster):
+    """`examples/cluster/ray_train.py`, undisturbed, then with a worker that SIGKILL ends."""
+    losses = {}
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "examples/cluster/ray_train.py"), folder, "2", "--device=cpu", "--steps=400"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | cluster,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if name == "killed":
+            end = time.monotonic() + 200
+            while not any(int(path.name[5:]) >= 30 for path in (folder / "checkpoints").glob("step-*[0-9]")):
+                assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            os.kill(worker_of_ray_train(), signal.SIGKILL)
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+        assert ("continues after step" in output) is (name == "killed"), output
+        losses[name] = next(line.partition("done: ")[2] for line in output.splitlines() if "done: " in line)
+    assert losses["killed"] == losses["undisturbed"]
+
+
+def worker_of_ray_train() -> int:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:  # it has ended
+            continue
+        if line.startswith(b"ray::RayTrainWorker"):
+            return int(path.parent.name)
+    raise AssertionError("no worker of Ray Train runs")
