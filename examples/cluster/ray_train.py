@@ -41,8 +41,8 @@ def train(settings: dict[str, Any]) -> None:
             if engine.global_steps % 10 == 0:
                 saver.save()
                 ray.train.report({"step": engine.global_steps, "loss": float(loss)})  # waits for all workers
-    if engine.process.rank == 0:
-        print(f"done: step {engine.global_steps}, loss {float(loss)}", flush=True)
+            if engine.global_steps == settings["steps"] and engine.process.rank == 0:
+                print(f"done: loss {float(loss)}", flush=True)
 
 
 def main() -> None:
