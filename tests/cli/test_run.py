@@ -188,3 +188,11 @@ def test_a_sweep_names_a_file_that_is_cut(tmp_path, name, text):
     assert f"ztk: {victim}: is empty, cut or no JSON; remove it" in done.stderr
     victim.unlink()
     assert run_command("--config-dir", FAKE[1], "sweep.resume=sweep", cwd=tmp_path).returncode == 0
+
+
+def test_an_interpreter_without_the_packages_names_the_way(tmp_path):
+    """`python run.py` outside of the environment, as after an installation without `source .venv/bin/activate`."""
+    code = f"import sys; sys.modules['hydra'] = None; sys.path.insert(0, {str(CHECKOUT)!r}); from ztk.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAITING)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "has no package hydra: activate the environment" in done.stderr and "pip install -e ." in done.stderr

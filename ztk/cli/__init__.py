@@ -22,4 +22,13 @@ def main(session: "Session | None" = None) -> int:
                 "ztk: interrupted before a run started: nothing has changed, start the command again", file=sys.stderr
             )
             return 130
+        except ModuleNotFoundError as error:
+            if (error.name or "ztk").partition(".")[0] == "ztk":  # a fault of ztk's, whose traceback is needed
+                raise
+            print(
+                f"ztk: {sys.executable} has no package {error.name}: activate the environment in which ztk is installed "
+                "(source .venv/bin/activate), or install ztk: pip install -e . -c constraints.txt",
+                file=sys.stderr,
+            )
+            return 2
         return run(session)
