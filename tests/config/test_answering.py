@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.config.test_config import composed, faults
+from ztk.config import answering
 from ztk.core.policies.machine import Machine
 
 GENERATE = ("task=generate", "inference.model={folder}", "inference.prompts={file}")
@@ -132,6 +133,11 @@ def test_models_that_run_their_own_modules(tmp_path, kind, more, fault):
     words, machine = (f"inference.model={tmp_path}", "inference.prompts=p.jsonl"), Machine(gpus=2, cores=2)
     found = faults("task=generate", *words, *more, machine=machine)
     assert any(fault in line for line in found) if fault else not any("own modules" in line for line in found)
+
+
+def test_a_server_needs_its_packages(monkeypatch):
+    monkeypatch.setattr(answering, "find_spec", lambda name: None if name == "uvicorn" else object())
+    assert any('task=serve: needs uvicorn: pip install "ztk[serve]"' in fault for fault in faults("task=serve"))
 
 
 def test_a_model_is_needed():

@@ -5,6 +5,7 @@ The inference engine supports tensor parallelism only. `evaluating.py` has the r
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from ztk.config.evaluating import evaluating_faults, is_of_training
@@ -27,6 +28,7 @@ _SECTIONS = (
 _CUT = ("topology", "topology.tensor")  # for more than one rank
 _TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
 
+_SERVER = ("starlette", "uvicorn", "prometheus_client")  # packages of the server
 _OF_TEXT = ("inference.", "sampling.", "offload.", "topology.", "serve.weights_path", "serve.tool_parser")
 
 
@@ -49,6 +51,8 @@ def answering_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if trains:
         yield from evaluating_faults(config)
         return
+    if config.task.name == "serve" and (missing := [name for name in _SERVER if find_spec(name) is None]):
+        yield f'task=serve: needs {" and ".join(missing)}: pip install "ztk[serve]"'
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
     if ranks != max(1, config.topology.tensor):
         yield (
