@@ -140,6 +140,9 @@ def test_names_are_refused_all_at_once_with_what_was_meant():
     [
         ("zero=3", "zero=stage3"),
         ("zero=nvme", "offload=nvme"),
+        ("model=my_net.Net", "write model._target_=my_net.Net"),
+        ("data=../texts", "write data.path=../texts"),
+        ("model=/my/llama", "write model=hf model.path=/my/llama"),
         ("zeros=stage1", "zero"),
         ("offload.param=cpu", "offload.parameters"),
         ("gradient_accumulation_steps=2", "train.accumulation_steps"),

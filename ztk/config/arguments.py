@@ -41,6 +41,7 @@ _REPLACED = (
     "optimizer",
     "scheduler",
 )  # an object of the user's replaces the option that config.yaml chooses
+_WITH_PATH = {"data": "data.path", "model": "model=hf model.path"}
 _NULLABLE = ("experiment", "sweep", *FREE)  # of these groups, a line may choose no option
 OVERLAYS = (
     "algorithm",
@@ -417,7 +418,11 @@ def _group_faults(
         plain = re.fullmatch(r"[\w.-]*", word.strip())
         if plain and word.strip() not in options[group]:
             near = did_you_mean(near_options(word.strip(), group=group, options=options))
+            if "." in word and group in OBJECTS:
+                near = f"; for an object of your own write {group}.{TARGET}={word.strip()}"
             yield f"{group}={word.strip()}: there is no such option, only {', '.join(options[group])}{near}"
+        elif group in _WITH_PATH and "/" in word and word.strip() not in options[group]:
+            yield f"{group}={word.strip()}: there is no such option; for files write {_WITH_PATH[group]}={word.strip()}"
         elif plain and not isinstance(OverridesParser.create().parse_override(f"{group}={word}").value(), str):
             yield f"{group}={word.strip()}: the option's name reads as a value, not as a text; rename its file, as in v{word.strip()}.yaml"
 
