@@ -104,6 +104,17 @@ def test_all_bad_lines_up_to_ten_are_named(tmp_path):
         read(tmp_path, *["{"] * 20)
     with pytest.raises(ValueError, match="there are no records"):
         read(tmp_path, "")
+
+
+def test_an_error_of_several_lines_is_written_once(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, *[{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]}] * 3)
+    first, second, third = str(caught.value).splitlines()
+    assert "line 1: its fields are messages" in first and first.endswith("task=sft learns from a conversation")
+    assert "line 2: the same as" in second and "line 3: the same as" in third and len(second) < len(first)
+
+
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="data.path=none.jsonl: no such file"):
         read_examples(["none.jsonl"], record_format=RecordFormat.chat, seq_len=8, encoding=Encoding())
 

@@ -78,6 +78,9 @@ def _nearest(record: Record, *, purpose: str) -> str:
     near = {name: own for name in lacking if (own := _like(name, among=free)) is not None}
     fix = "".join(f"{', ' if number else ''}{name}: {own}" for number, (name, own) in enumerate(near.items()))
     missing = " and ".join(map(repr, lacking)).replace("'", '"')
+    other = next((entry for entry in _FORMATS if set(entry.needs) <= set(record) and entry.purposes == (CHAT,)), None)
+    if not fix and purpose == PREFERENCES and other is not None:
+        return f"{said}, and it lacks {missing}; task=sft learns from {other.name}"
     return f"{said}, and it lacks {missing}: " + (
         f"use data.fields={{{fix}}}"
         if fix

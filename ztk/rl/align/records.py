@@ -141,11 +141,12 @@ def read_records(
     names -> the data's.
 
     Raises:
-        ValueError: invalid rows, each with file and place, at most ten; or files without a record.
+        ValueError: invalid rows, each with file and place, at most ten, an error that repeats once in full; or files without a record.
         ChatTemplateError: raised by `make`; reported once instead of per row.
     """
     found: list[R] = []
     faults: list[str] = []
+    places: dict[str, str] = {}  # error -> the first place that has it
     for file in files_of(paths):
         for row in read_rows(file):
             try:
@@ -153,7 +154,9 @@ def read_records(
             except ChatTemplateError:
                 raise
             except ValueError as error:
-                faults.append(f"data.path={file}, {row.place}: {error}")
+                earlier = places.setdefault(str(error), f"data.path={file}, {row.place}")
+                place = f"data.path={file}, {row.place}"
+                faults.append(f"{place}: " + (str(error) if earlier == place else f"the same as {earlier}"))
             if len(faults) == _MAX_FAULTS:
                 raise ValueError("\n".join([*faults, "later lines were not read"]))
     if faults:
