@@ -117,7 +117,7 @@ def test_utilization_counts_model_and_hardware_flops(tmp_path):
     assert values["tokens_per_second_per_gpu"] == pytest.approx(tokens / 2 / plan.time.seconds)
     assert values["mfu"] == pytest.approx(plan.model_flops / 2 / plan.time.seconds / plan.hardware.rate(plan.dtype))
     assert plan.hfu / plan.mfu < 1.05 < again.hfu / again.mfu
-    assert f"MFU {plan.mfu:.1%}" in str(plan)
+    assert f"MFU {plan.mfu:.1%}" in str(plan) and f"per step of {plan.tokens:,} tokens" in str(plan)
 
 
 def test_a_peers_way_is_for_plans_with_hardware(tmp_path):

@@ -203,7 +203,8 @@ class Plan:
         if self.connections.new_groups:
             new, communicators = self.connections.new_groups, self.connections.communicators
             yield f"  at the start: {new:,} calls of new_group on every rank, {communicators} communicators on a GPU"
-        yield f"  operations of products and attention, per step: {fullest.flops:.4g}"
+        step = f" of {self.tokens:,} tokens" if self.tokens else ""
+        yield f"  operations of products and attention, per step{step}: {fullest.flops:.4g}"
         if self.hardware is not None and self.time is not None:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
             source, limit = self.hardware.source, self.time.limit
