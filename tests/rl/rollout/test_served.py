@@ -178,17 +178,26 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fleet_of(*stubs, tmp_path, patience=30.0):
+def rank_of(*stubs, tmp_path, patience=30.0, sends=True):
+    """The fleet of a rank. sends: whether it is rank 0."""
     channels = [Channel(stub.url, seconds=patience) for stub in stubs]
     clients = [ZtkClient(channel, parameters={"w": (2,)}) for channel in channels]
     names = {"key": "rollout.servers", "wait_key": "rollout.servers_wait"}
-    fleet = Fleet(clients, sends=True, patience_seconds=patience, **names)
+    fleet = Fleet(clients, sends=sends, patience_seconds=patience, **names)
     (tmp_path / "0.safetensors").write_bytes(b"values")
     try:
         fleet.publish("v1", folder=tmp_path)
         yield fleet
     finally:
         fleet.close()
+
+
+@contextmanager
+def fleet_of(*stubs, **options):
+    try:
+        with rank_of(*stubs, **options) as fleet:
+            yield fleet
+    finally:
         for stub in stubs:
             stub.shutdown()
             stub.server_close()
@@ -247,6 +256,14 @@ def test_a_server_that_fails_loses_no_prompt_and_comes_back(tmp_path, fault):
         while stubs[0].version != "v1":
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_server_that_restarts_once_rank_0_has_its_answers_gets_the_weights_again(tmp_path):
+    stub = Stub()
+    with fleet_of(stub, tmp_path=tmp_path) as leading, rank_of(stub, tmp_path=tmp_path, sends=False) as other:
+        assert drawn_by(leading) == EXPECTED
+        stub.version = None  # rank 0 makes no request before rank 1 has its answers
+        assert drawn_by(other) == EXPECTED
 
 
 def test_answers_under_way_go_on_with_newer_weights_and_have_the_version_of_each_token(tmp_path):

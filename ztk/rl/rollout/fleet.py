@@ -20,7 +20,8 @@ from ztk.rl.rollout.clients import PROBE_SECONDS, Client, Failed, Later, ServerF
 
 _MOST = 64  # results that are under way at one server, except for a single request
 _AHEAD = 32  # results that a server of the same home may have under way above the least loaded one
-_BEAT_SECONDS = 0.2  # between looks at a server
+_BEAT_SECONDS = 0.2  # between looks at a server that lacks the newest weights
+_LOOK_SECONDS = 2.0  # between looks at one that had them
 _SLOWER, _FIRST_SECONDS = (
     3.0,
     30.0,
@@ -307,8 +308,7 @@ class Fleet:
     def _keep(self, server: _Server) -> None:
         while True:
             with self._changed:
-                while not self._closed and (self._version is None or server.version == self._version):
-                    self._changed.wait()
+                self._wait_until_due(server)
                 if self._closed:
                     return
                 version, folder = self._version, self._folder
@@ -317,6 +317,7 @@ class Fleet:
                 has = server.client.look()
                 if has != version and self._sends:
                     assert folder is not None, "the rank that sends has the files"
+                    self._forget(server, version=version)
                     server.client.send(version=version, folder=folder)
                     has = version
             except ServerFault as error:
@@ -328,9 +329,30 @@ class Fleet:
                 return
             except Exception as error:  # noqa: BLE001 - it may come back
                 has, server.error = None, f"{type(error).__name__}: {error}"
+                self._forget(server, version=version)
             with self._changed:
                 if has == version:
                     server.version = version
                     self._changed.notify_all()
                 elif not self._closed:
                     self._changed.wait(_BEAT_SECONDS)
+
+    def _wait_until_due(self, server: _Server) -> None:
+        """Waits until the server needs a look. The caller holds the lock.
+
+        The rank that sends also looks at servers with the newest weights: one that restarts may fail the requests of other ranks alone.
+        """
+        until = time.monotonic() + _LOOK_SECONDS
+        while not self._closed and (self._version is None or server.version == self._version):
+            if self._version is None or not self._sends:
+                self._changed.wait()
+            elif (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            else:
+                return
+
+    def _forget(self, server: _Server, *, version: str) -> None:
+        """Asks the server no more, unless it has other weights than this version by now."""
+        with self._changed:
+            if server.version == version:
+                server.version = None
