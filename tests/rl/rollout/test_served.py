@@ -1,6 +1,8 @@
 """`rollout.servers`: servers draw with the weights of each step, and the run has the losses of one that draws by itself."""
 
 import json
+import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from ztk.serve.weights import Expected, Incoming
 
 EXACT = ("rollout.engine=generator", "rollout.identity=exact")
 STALENESS = ("rollout_staleness", "rollout_staleness_max")
+POWER, TCP_REPAIR = "power", 19  # an answer of a `Stub`; Linux' number of a socket option
 NO_SIZES = ("name", "path", "init", "kernels")
 
 
@@ -145,6 +148,11 @@ class Handler(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
+    def lose_power(self):
+        """Ends the connection without a packet."""
+        self.connection.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+        os.close(self.connection.detach())
+
     def do_GET(self):
         self.reply({"version": self.server.version, "parameters": self.server.parameters})
 
@@ -166,6 +174,8 @@ class Handler(BaseHTTPRequestHandler):
             server.asked.append(asked["prompt"])
         version = server.version
         answer = server.answers(server)
+        if answer == POWER:
+            return self.lose_power()
         if answer is not True:
             return self.reply({"error": {"message": "odd"}}, status=answer) if answer else None
         choices = []
@@ -256,6 +266,15 @@ def test_a_server_that_fails_loses_no_prompt_and_comes_back(tmp_path, fault):
         while stubs[0].version != "v1":
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="ending a connection without a packet needs root")
+def test_the_only_server_is_asked_again_after_its_machine_lost_its_power(tmp_path):
+    stub, patience = Stub(answers=first(1, then=lambda server: POWER)), 60.0
+    with fleet_of(stub, tmp_path=tmp_path, patience=patience) as fleet:
+        began = time.monotonic()
+        assert drawn_by(fleet) == EXPECTED
+        assert time.monotonic() - began < patience / 2
 
 
 def test_a_server_that_restarts_once_rank_0_has_its_answers_gets_the_weights_again(tmp_path):

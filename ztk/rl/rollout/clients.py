@@ -6,6 +6,7 @@ A client translates for one server. A `Fleet` decides which server computes a pi
 import base64
 import http.client
 import json
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from ztk.inference.sample import cut_of
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 Open = Callable[[Path], Any]  # a file of safetensors, as its `safe_open`
 PROBE_SECONDS = 10.0  # until a server that does not answer a short question counts as gone
+_PROBES_SECONDS, _SILENT_SECONDS = 5, 30  # between packets to a machine that is silent, and until it counts as gone
 
 
 class ServerFault(ValueError):
@@ -101,6 +103,8 @@ class Channel:
         connection = self.connect(seconds=seconds) if connection is None else connection
         length = {} if size is None else {"Content-Length": str(size)}
         try:
+            connection.connect()
+            _end_if_silent(connection.sock)
             connection.request(method, path, body=body, headers=self._headers | length)
             reply = connection.getresponse()
             text = reply.read()
@@ -113,6 +117,15 @@ class Channel:
         if reply.status in (408, 409, 429):
             raise Later(place)
         raise (ServerFault if reply.status < 500 else ConnectionError if reply.status == 503 else Failed)(place)
+
+
+def _end_if_silent(connection: socket.socket) -> None:
+    """Ends a connection whose machine has lost its power or its network. The kernel of a busy or stopped server goes on answering."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBES_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBES_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_SECONDS // _PROBES_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
 
 
 def _message(text: bytes) -> str:
