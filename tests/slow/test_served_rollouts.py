@@ -1,137 +1,120 @@
-"""Servers that are killed, stopped, slowed and restarted with old weights change no bit of a run whose answers they draw."""
+"""Random faults of servers and of the trainer change no bit of a run whose answers servers draw, and lose no prompt.
 
+Real processes are killed, killed while weights are on their way, stopped, slowed down, cut off and exchanged for others with old weights. The
+trainer is killed and resumed. `ZTK_SEED` seeds the faults.
+"""
+
+import json
 import os
 import random
-import re
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-RUN = (
-    *("task=grpo", "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=64"),
-    *("rollout.prompts=8", "rollout.group_size=4", "rollout.max_tokens=6", "data.seq_len=12", "train.steps=60"),
-    *("train.global_batch_size=16", "train.micro_batch_size=4", "scheduler=constant", "scheduler.warmup_steps=0"),
-    *("warm_start.steps=100", "warm_start.batch_size=16", "warm_start.lr=0.01", "logger=disabled", "launch.threads=1"),
-    *(
-        "launch.device=cpu",
-        "launch.ranks=2",
-        "zero=stage3",
-        "rollout.stop_equal_steps=99",
-        "rollout.engine=generator",
-        "rollout.identity=exact",
-    ),
+from tests.slow.served import (
+    FAULTS,
+    ROOT,
+    SHAPE,
+    Scene,
+    cut,
+    killed,
+    outcome,
+    scene,
+    slow,
+    started,
+    stopped,
+    trainer_command,
+    wait_for_steps,
 )
+
 RUN_SECONDS = 1200.0
-
-
-class Server:
-    """A process of `task=serve` on one port, started again after each kill with the weights of its folder."""
-
-    def __init__(self, *, model: Path, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        words = (f"inference.model={model}", f"serve.port={self.port}", f"serve.weights_path={folder}")
-        self._command = [sys.executable, str(ROOT / "run.py"), "task=serve", *words, "launch.threads=1"]
-        self._folder, self._number = folder, 0
-        self.start()
-        for line in self.process.stdout:
-            if re.search(r"answers on http", line):
-                break
-        threading.Thread(target=self.process.stdout.read, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        self._number += 1
-        command = [*self._command, f"hydra.run.dir={self._folder}/{self.port}-{self._number}"]
-        out = {"stdout": subprocess.PIPE if self._number == 1 else subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, text=True, **out)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def killed(server: Server, *, draw: random.Random) -> None:
-    server.kill()
-    server.start()
-    time.sleep(draw.uniform(5, 20))
-
-
-def stopped(server: Server, *, draw: random.Random) -> None:
-    server.process.send_signal(signal.SIGSTOP)
-    time.sleep(draw.uniform(1, 6))
-    server.process.send_signal(signal.SIGCONT)
-    time.sleep(draw.uniform(0, 2))
-
-
-def slowed(server: Server, *, draw: random.Random) -> None:
-    for _ in range(20):
-        server.process.send_signal(signal.SIGSTOP)
-        time.sleep(draw.uniform(0, 0.3))
-        server.process.send_signal(signal.SIGCONT)
-        time.sleep(draw.uniform(0, 0.05))
-
-
-def run(folder: Path, *words: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "run.py"), *RUN, f"hydra.run.dir={folder}", *words]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.log", "w") as log:
-        return subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT)
-
-
-def digest_of(folder: Path, *, process: subprocess.Popen) -> str:
-    code, text = process.wait(RUN_SECONDS), Path(f"{folder}.log").read_text()
-    assert code == 0, text[-3000:]
-    return re.search(r"digest ([0-9a-f]+)", text)[1]
+TRANSFERS = ("http", "gloo")
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A run that draws by itself, its reward, and its digest."""
-    folder = tmp_path_factory.mktemp("runs") / "own"
-    reward = folder.parent / "mine.py"  # under which answers of an untrained model differ
-    reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
-    words = (f"reward.function={reward}:score",)
-    return folder, words, digest_of(folder, process=run(folder, *words))
+    """The folder of a run that draws by itself."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    log = folder.with_suffix(".log")
+    assert started(trainer_command(folder), log=log).wait(RUN_SECONDS) == 0, log.read_text()[-3000:]
+    return folder
 
 
-@contextmanager
-def servers(*, model: Path, folder: Path, count: int = 2):
-    with ExitStack() as stack:
-        found = []
-        for number in range(count):
-            (folder / str(number)).mkdir()
-            found.append(Server(model=model, folder=folder / str(number)))
-            stack.callback(found[-1].kill)
-        yield found
+def ended(made: Scene) -> dict:
+    code = made.trainer.wait(RUN_SECONDS)
+    assert code == 0, made.log.read_text()[-3000:]
+    return outcome(made.run_folder)
 
 
-@pytest.mark.parametrize("fault", [None, killed, stopped, slowed])
-def test_the_digest_is_the_undisturbed_one(own, tmp_path, fault):
-    model, words, expected = own
-    draw, done = random.Random(7), 0
-    with servers(model=model, folder=tmp_path) as found:
-        urls = ",".join(server.url for server in found)
-        process = run(tmp_path / "run", *words, f"rollout.servers=[{urls}]", "rollout.servers_wait=300")
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while process.poll() is None:
-            if fault is None or not metrics.exists():
-                time.sleep(0.2)
-                continue
-            fault(draw.choice(found), draw=draw)
-            done += 1
-        assert digest_of(tmp_path / "run", process=process) == expected
-    assert fault is None or done > 0
-    print(f"{fault and fault.__name__}: {done} faults")
+def disturbed(stage: Scene, *, faults: Sequence, draw: random.Random, most: int) -> Counter[str]:
+    """The faults during a run, all kinds equally often, up to `most`."""
+    made, left = Counter[str](), []
+    wait_for_steps(stage, 1)
+    while stage.is_running and made.total() < most:
+        left = left or draw.sample(faults, len(faults))
+        if left[-1](stage, draw=draw):
+            made[left.pop().__name__.replace("_", " ")] += 1
+        time.sleep(draw.uniform(0, 2))
+    return made
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_random_faults_change_no_bit(own, tmp_path, show, amount, transfer):
+    seed, count = int(os.environ.get("ZTK_SEED", "0")), -(-amount(100) // len(TRANSFERS))
+    draw, made = random.Random(f"{seed} {transfer}"), Counter[str]()
+    expected = outcome(own)
+    with scene(tmp_path, model=own, words=[f"rollout.servers_transfer={transfer}"]) as stage:
+        while made.total() < count:
+            stage.start_run()
+            made += disturbed(stage, faults=FAULTS, draw=draw, most=count - made.total())
+            assert ended(stage) == expected, f"run {stage.runs} of seed {seed}, after {dict(made)}"
+        runs = stage.runs
+    kinds = ", ".join(f"{number} {name}" for name, number in sorted(made.items()))
+    show(f"{transfer}: {made.total()} faults in {runs} runs, equal digests and answers ({kinds})")
+
+
+def test_late_answers_are_waited_for_and_never_too_old(own, tmp_path):
+    """With a server whose answers take longer than the updates of two rollouts."""
+    steps, most = 20, 2
+    words = (f"train.steps={steps}", f"rollout.staleness={most}", "rollout.identity=corrected")
+    with scene(tmp_path, model=own, words=words) as stage:
+        stage.cables[0].delay = 3.0
+        stage.start_run()
+        assert stage.trainer.wait(RUN_SECONDS) == 0, stage.log.read_text()[-3000:]
+        folder = stage.run_folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    oldest = [row["rollout_staleness_max"] for row in rows]
+    assert len(rows) == steps and oldest[:4] == [0, 0, 1, 1] and max(oldest) == most
+    assert all(row["rollout_k3"] > 0 for row in rows[4:])
+    answers = Counter(json.loads(line)["step"] for line in (folder / "completions.jsonl").read_text().splitlines())
+    assert answers == dict.fromkeys(range(1, steps, 2), 32)
+
+
+def test_reward_models_that_die_change_no_reward(tmp_path, show):
+    """One of a run of `task=reward` in processes of `task=serve`, next to the same in the run."""
+    pairs, reward = tmp_path / "pairs.jsonl", tmp_path / "reward"
+    lines = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "x"} for a in range(5) for b in range(5)]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (
+        f"data.path={pairs}",
+        "data.seq_len=12",
+        "train.steps=20",
+        "launch.device=cpu",
+        "launch.ranks=1",
+        "logger=disabled",
+    )
+    command = [sys.executable, str(ROOT / "run.py"), "task=reward", *SHAPE, *words, f"hydra.run.dir={reward}"]
+    assert started(command, log=tmp_path / "reward.log").wait(RUN_SECONDS) == 0, (tmp_path / "reward.log").read_text()
+    own = tmp_path / "own" / "run"
+    command = trainer_command(own, f"reward.path={reward}")
+    assert started(command, log=own.with_suffix(".log")).wait(RUN_SECONDS) == 0, own.with_suffix(".log").read_text()
+    faults = (killed, stopped, slow, cut)
+    with scene(tmp_path, model=reward, key="reward.servers") as stage:
+        stage.start_run()
+        made = disturbed(stage, faults=faults, draw=random.Random(0), most=len(faults))
+        assert ended(stage) == outcome(own)
+    assert made
+    show(f"reward models: {made.total()} faults, equal digests and answers ({', '.join(made)})")
