@@ -41,7 +41,7 @@ HEAD = ("title", "command", "date", "commit", "machine")
 NOTES = {
     "Training": ("muon", "states", "ring", "kernel_times", "notebooks", "sweeps"),
     "Checkpoints and data": ("checkpoints", "kills", "tokenizers", "loaders", "hf_loading"),
-    "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "staleness", "frontier", "story"),
+    "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "staleness", "served", "frontier", "story"),
     "Inference": (
         "exact_answers", "inference_weights", "inference_streaming", "inference_first_token", "server_ends", "harness",
     ),
