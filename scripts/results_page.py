@@ -39,6 +39,7 @@ COLORS = {
 HEAD = ("title", "command", "date", "commit", "machine")
 # Heading: the notes below it, after the tables of the benchmarks.
 NOTES = {
+    "First use": ("newcomer",),
     "Training": ("muon", "states", "ring", "kernel_times", "notebooks", "sweeps"),
     "Checkpoints and data": ("checkpoints", "kills", "tokenizers", "loaders", "hf_loading"),
     "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "staleness", "served", "frontier", "story"),
