@@ -72,12 +72,13 @@ def by_workers(states: dict[str, Tensor], *, control: Tensor) -> None:
 def by_teams(states: dict[str, Tensor], *, control: list[float]) -> None:
     """Four operations per piece, each divided between all threads. control: with bias corrections of 1."""
     c = control
-    betas = {"beta1": c[Control.beta1], "beta2": c[Control.beta2]}
-    hyper = betas | {"lr": c[Control.lr], "eps": c[Control.eps], "weight_decay": c[Control.weight_decay]}
     p, m, v = (states[name] for name in ("master", "exp_avg", "exp_avg_sq"))
     wide = torch.empty(UPDATE_PIECE)
     for start in range(0, p.numel(), UPDATE_PIECE):
         cut = slice(start, start + UPDATE_PIECE)
         g = wide[: p[cut].numel()].copy_(states["grad"][cut]).mul_(c[Control.grad_coefficient])
-        torch._fused_adamw_([p[cut]], [g], [m[cut]], [v[cut]], [], [_NEVER], **hyper, amsgrad=False, maximize=False)
+        torch._fused_adamw_(
+            [p[cut]], [g], [m[cut]], [v[cut]], [], [_NEVER], lr=c[Control.lr], beta1=c[Control.beta1], beta2=c[Control.beta2],
+            weight_decay=c[Control.weight_decay], eps=c[Control.eps], amsgrad=False, maximize=False,
+        )  # fmt: skip
         states["out"][cut].copy_(p[cut])

@@ -16,7 +16,7 @@ from ztk.core.policies.columns import column_fault
 from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.logged import Logged, logging_to
 from ztk.core.runtime.sections import EVALUATION, FIRST_STEP, STEP, section
-from ztk.core.runtime.sources import check_sources
+from ztk.core.runtime.sources import check_clocks, check_sources
 from ztk.report import Reporter
 from ztk.train.engine import Engine
 
@@ -193,6 +193,7 @@ class Loop:
         if the ranks of several nodes run different code.
         """
         check_sources(self.engine.process)
+        check_clocks(self.engine.process)
         if any(hasattr(callback, "before_update") for callback in self._callbacks):
             self.engine.before_update = partial(self._call, "before_update")
         first = self.step + 1

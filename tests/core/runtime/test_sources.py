@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ztk.core.runtime.sources import check_sources, sources
+from ztk.core.runtime.sources import check_clocks, check_sources, sources
 
 
 class Broadcast:
@@ -52,3 +52,27 @@ def test_another_version_on_a_node_is_named():
     version = re.escape(sources()["version of torch"])
     with pytest.raises(ValueError, match=f"version of torch {version} for 2.0.0"):
         check_sources(process_of({"version of torch": "2.0.0"}))
+
+
+class Clocks:
+    """The collectives of rank 0, with the clock of another node."""
+
+    def __init__(self, ahead: float) -> None:
+        self.ahead, self.waited = ahead, False
+
+    def barrier(self) -> None:
+        self.waited = True
+
+    def collect_objects(self, obj, *, label: str):
+        assert self.waited, "a rank that arrives late looks like a clock that is ahead"
+        now, host = obj
+        return [(now, host), (now + self.ahead, "node1")]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "text"), [(60.0, "node1 is 60 s ahead"), (-7.0, "7 s ahead of the clock of node1"), (3.0, "")]
+)
+def test_clocks_that_differ_are_reported(caplog, ahead, text):
+    check_clocks(SimpleNamespace(rank=0, world_size=2, local_world_size=1, comm=Clocks(ahead)))
+    assert text in caplog.text and bool(caplog.text) == bool(text)
+    check_clocks(SimpleNamespace(rank=0, world_size=2, local_world_size=2, comm=None))  # one node has one clock

@@ -1,15 +1,19 @@
-"""Compares the code of the ranks: a node with other code would train another model without an error."""
+"""Compares the code and the clocks of the nodes: a node with other code would train another model without an error."""
 
 import hashlib
 import importlib.metadata
+import logging
 import platform
 import socket
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from ztk.core.runtime.process import Process
 
+logger = logging.getLogger(__name__)
+_CLOCK_SECONDS = 5.0  # more than a busy node needs to answer after a barrier
 _PACKAGES = ("torch", "triton", "numpy", "transformers")  # compared by their versions
 
 
@@ -31,6 +35,27 @@ def check_sources(process: Process) -> None:
         raise ValueError(
             f"rank {process.rank} on {host} runs other code than rank 0 on {first_host}: {shown}"
             f"{', ...' if len(differ) > 5 else ''}; install the same files on all nodes, or start from a shared folder"
+        )
+
+
+def check_clocks(process: Process) -> None:
+    """Rank 0 warns if the clocks of the nodes differ by more than five seconds, if there are several. A collective call.
+
+    The first cause of a failure is the earliest error by these clocks.
+    """
+    if process.local_world_size == process.world_size:
+        return
+    process.comm.barrier()
+    found = process.comm.collect_objects((time.time(), socket.gethostname()), label="clocks")
+    if found is None:
+        return
+    (early, behind), (late, ahead) = min(found), max(found)
+    if late - early > _CLOCK_SECONDS:
+        logger.warning(
+            "The clock of %s is %.0f s ahead of the clock of %s: set both by NTP, or the first error of a failure may be another rank's",
+            ahead,
+            late - early,
+            behind,
         )
 
 
