@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ztk.kernels import activate_cpu, adamw, lion, sgd, sum_of_squares
+from ztk.kernels.shared import workers
 from ztk.kernels.shared.activation import ACTIVATIONS
 from ztk.kernels.shared.cpu import GRAIN, VECTORS, even_cuts
 from ztk.kernels.shared.cpu import UPDATE_PIECE as PIECE
@@ -84,7 +85,8 @@ def test_cuts_equal_the_full(step, dtype, coefficient, cuts, threads):
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
-def test_threads_do_not_change_bits(step):
+def test_threads_do_not_change_bits(step, monkeypatch):
+    monkeypatch.setattr(workers, "FROM", GRAIN + 1)  # several workers for a short update
     control = control_row()
     results = []
     for threads in (1, 2, 3, 5):

@@ -17,7 +17,8 @@ N = 3 * UPDATE_PIECE + 4096 + 48
 
 
 @pytest.fixture(autouse=True)
-def four_threads():
+def four_threads(monkeypatch):
+    monkeypatch.setattr(workers, "FROM", GRAIN + 1)  # short tests
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(1)
@@ -45,6 +46,14 @@ def test_parts_are_the_whole_and_begin_at_full_vectors(numel, longest):
     assert all(cut.start % 4096 == 0 and 0 < cut.stop - cut.start <= longest for cut in cuts)
     if numel > 4 * longest:
         assert len(cuts) % 4 == 0 or len(cuts) == -(-numel // 4096)
+
+
+def test_small_updates_stay_with_the_caller_and_its_team(monkeypatch):
+    monkeypatch.undo()
+    _, threads = seen_by(workers.FROM - 1)
+    assert threads == {(threading.get_ident(), 4)}
+    _, threads = seen_by(workers.FROM)
+    assert {teams for _, teams in threads} == {1}
 
 
 def test_workers_have_no_team_and_leave_others_theirs(monkeypatch):
