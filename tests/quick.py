@@ -14,6 +14,7 @@ from tests.long import long_ones
 QUICK = (
     "tests/rl/align",
     "tests/test_architecture.py",
+    "tests/test_hostile_records.py",
     "tests/test_library.py",
     "tests/test_named_tests.py",
     "tests/test_quick.py",
