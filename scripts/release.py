@@ -9,6 +9,7 @@ commands there, and runs the research example of docs/extending.md from the inst
 
 import argparse
 import datetime
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LINK = "ztk/experiments"  # of a checkout and an sdist; a wheel has the folder itself
 _EXAMPLE = (
     *("--config-dir", "conf", "model=conv", "loss._target_=conv_lm.smooth_loss", "user.width=16", "train.steps=20"),
     *("zero=stage3", "offload=nvme", "launch.ranks=2", "logger=disabled"),
@@ -60,7 +62,20 @@ def build(folder: Path) -> tuple[Path, Path]:
     """Builds the wheel and the sdist of the working tree into `folder`. Returns their paths."""
     run([sys.executable, "-m", "hatchling", "build", "--directory", str(folder)], cwd=ROOT)
     (wheel,), (sdist,) = folder.glob("ztk-*.whl"), folder.glob("ztk-*.tar.gz")
+    add_link(sdist, path=LINK, target=os.readlink(ROOT / LINK))
     return wheel, sdist
+
+
+def add_link(sdist: Path, *, path: str, target: str) -> None:
+    """Adds a symbolic link to an sdist, which hatchling leaves out. path: below the sdist's own folder. target: relative to the link."""
+    complete = sdist.with_suffix(".new")
+    with tarfile.open(sdist) as given, tarfile.open(complete, "w:gz") as archive:
+        for member in given:
+            archive.addfile(member, given.extractfile(member) if member.isfile() else None)
+        link = tarfile.TarInfo(f"{sdist.name.removesuffix('.tar.gz')}/{path}")
+        link.type, link.linkname = tarfile.SYMTYPE, target
+        archive.addfile(link)
+    complete.replace(sdist)
 
 
 def rehearse(folder: Path, *, wheel: Path, sdist: Path, with_tests: bool) -> None:

@@ -1,6 +1,8 @@
 """A release changes three files, and takes its commands from the README."""
 
 import datetime
+import os
+import tarfile
 
 import pytest
 
@@ -51,3 +53,15 @@ def test_the_readme_has_two_commands():
     first, second = release.readme_commands((release.ROOT / "README.md").read_text())
     assert "run.py zero=stage3 offload=nvme" in first and second.endswith("-m pytest -n 3")
     assert first.count("venv") >= 1 and "pip install -e" in second
+
+
+def test_an_sdist_has_the_link_of_a_checkout(tmp_path):
+    """Without it an installed sdist has no module `ztk.experiments`."""
+    (tmp_path / "a.py").write_text("x = 1\n")
+    sdist = tmp_path / "ztk-0.2.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        archive.add(tmp_path / "a.py", arcname="ztk-0.2.0/experiments/a.py")
+    release.add_link(sdist, path=release.LINK, target=os.readlink(release.ROOT / release.LINK))
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert (tmp_path / "ztk-0.2.0" / "ztk" / "experiments" / "a.py").read_text() == "x = 1\n"
