@@ -57,6 +57,7 @@ def test_what_a_cluster_lacks_is_named_with_the_fix(monkeypatch, tmp_path):
         raise socket.gaierror("no address")
 
     (tmp_path / "memory.max").write_text("2000000000\n")
+    (tmp_path / "pids.max").write_text("512\n")
     (tmp_path / "memory.current").write_text("500000000\n")
     (tmp_path / "memory.stat").write_text("inactive_file 1\nactive_file 2\n")
     monkeypatch.setattr("ztk.core.runtime.system_memory.CONTROL_GROUP", tmp_path)
@@ -67,6 +68,8 @@ def test_what_a_cluster_lacks_is_named_with_the_fix(monkeypatch, tmp_path):
     assert "has no address" in text and "add it to /etc/hosts" in text
     assert "lies on nfs4, a disk across the network: offloading needs a disk of the machine" in text
     assert rows(sections)["limit of the container"] == "2.00 GB, 1.50 GB left"
+    assert rows(sections)["processes and threads"] == "512"
+    assert "only 512 processes and threads may run" in text and "--pids-limit" in text
 
 
 def test_a_version_that_was_not_tested_is_shown(monkeypatch, tmp_path):
@@ -79,10 +82,12 @@ def test_a_version_that_was_not_tested_is_shown(monkeypatch, tmp_path):
 def test_a_launcher_whose_ranks_fail_is_named_with_its_last_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(machine, "_COMMAND", "import sys; sys.exit('no such device')")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert main(["--folder", str(tmp_path), "--run"]) == 1
     out = capsys.readouterr().out
     assert "[WARNING] two ranks do not train with ztk: no such device\n" in out
-    assert "torchrun .................... not installed" in out and "read per second" in out
+    assert "[WARNING] two ranks do not train with torchrun" in out  # of this environment, whatever PATH has
+    assert "srun ........................ not installed" in out and "read per second" in out
 
 
 def test_two_ranks_train_with_each_launcher(tmp_path, capsys):

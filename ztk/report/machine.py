@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ztk.core.runtime.system_memory import available_memory, machine_memory, memory_limit
+from ztk.core.runtime.system_memory import available_memory, machine_memory, memory_limit, process_limit
 from ztk.kernels import ALL_OPS, OpSpec
 from ztk.report.environment import device_name, version
 from ztk.report.units import format_bytes
@@ -39,6 +39,7 @@ _SMALL_SHARED_MEMORY = 512 * 2**20
 _TESTED = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
 _NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "fuse.sshfs", "9p")
 _BLOCK_BYTES, _FILE_BYTES = 8 << 20, 256 << 20
+_THREADS, _FILES = 2048, 4096  # of a node with eight ranks, and of a rank among 1,000
 _RUN_SECONDS = 300
 _COMMAND = "import sys; from ztk.cli import main; sys.argv[0] = 'ztk'; sys.exit(main())"
 _TINY = ("model=nano", "zero=stage3", "train.steps=2", "data=synthetic", "launch.device=cpu", "logger=disabled")
@@ -57,7 +58,7 @@ def describe_machine(*, folder: str | os.PathLike, runs_ops: bool, runs: bool = 
     """Describes this machine in sections. folder: location of offload files. runs_ops: runs every op once, which compiles it on a GPU. runs:
     measures the disk and starts a tiny run with each launcher, which takes about a minute."""
     sections = [_versions(), _devices(), _ops(runs_ops), _communication(), _storage(folder, measures=runs), _memory()]
-    return [*sections, _launchers(runs=runs)]
+    return [*sections, _processes(), _launchers(runs=runs)]
 
 
 def render(sections: Iterable[Section]) -> str:
@@ -234,18 +235,36 @@ def _memory() -> Section:
     return Section(title="Memory", rows=tuple(rows))
 
 
+def _processes() -> Section:
+    """Limits of processes, threads and open files, of this user and of the container."""
+    limits = [
+        limit for limit in (resource.getrlimit(resource.RLIMIT_NPROC)[0], process_limit()) if limit not in (None, -1)
+    ]
+    rows, faults = [("processes and threads", f"{min(limits):,}" if limits else "no limit")], []
+    if limits and min(limits) < _THREADS:
+        faults.append(
+            f"only {min(limits):,} processes and threads may run, and ranks start up to a hundred threads each: raise `ulimit -u`, or "
+            "the container's limit (docker run --pids-limit, podPidsLimit)"
+        )
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a start raises the soft limit to it
+    rows.append(("open files of a process", "no limit" if files == resource.RLIM_INFINITY else f"{files:,}"))
+    if files != resource.RLIM_INFINITY and files < _FILES:
+        faults.append(f"a process may open {files:,} files, and gloo has a few for each other rank: raise `ulimit -Hn`")
+    return Section(title="Processes", rows=tuple(rows), faults=tuple(faults))
+
+
 def _launchers(*, runs: bool) -> Section:
     """The launchers that are installed. runs: starts two ranks with each; all must have the same losses."""
     start = [sys.executable, "-c", _COMMAND]
     commands = {
         "ztk": [*start, "launch.ranks=2"],
-        "torchrun": ["torchrun", "--nproc-per-node=2", "--no-python", *start],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", *start],
     }
     if "SLURM_JOB_ID" in os.environ:  # srun outside of a job would wait for one
         commands["srun"] = ["srun", "--ntasks=2", "--overlap", *start]
     rows, faults, digests = [], [], {}
     for name, command in commands.items():
-        if name != "ztk" and shutil.which(command[0]) is None:
+        if shutil.which(command[0]) is None:
             rows.append((name, "not installed"))
         elif not runs:
             rows.append((name, "installed"))

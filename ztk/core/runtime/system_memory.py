@@ -25,6 +25,13 @@ def memory_limit() -> int | None:
     return None if text == "max" else int(text)
 
 
+def process_limit() -> int | None:
+    """The number of processes and threads that the control group may have. None without a limit, or with version 1."""
+    file = CONTROL_GROUP / "pids.max"
+    text = file.read_text().strip() if file.is_file() else "max"
+    return None if text == "max" else int(text)
+
+
 def available_memory() -> int:
     """Bytes that this process may still take: the machine's, or the rest up to the control group's limit.
 
