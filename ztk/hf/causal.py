@@ -115,12 +115,14 @@ def _from_folder(folder: FolderValues, drawn: InitialValues, *, name: str, start
     return (folder if folder.has(name) else drawn)(name=name, start=start, stop=stop)
 
 
-def empty_causal(path: str) -> nn.Module:
+def empty_causal(path: str, *, key: str = "model.path") -> nn.Module:
     """Returns the unmodified model of the folder's config.json: parameters on the meta device, buffers with their values.
+
+    key: the option that names the folder, for messages.
 
     Raises ValueError as `open_causal`.
     """
-    return build_causal(read_config(path))
+    return build_causal(read_config(path, key=key))
 
 
 def build_causal(config: Any) -> Any:
@@ -137,17 +139,17 @@ def build_causal(config: Any) -> Any:
         ) from None
 
 
-def read_config(path: str) -> Any:
-    """Returns transformers' configuration of the folder `path`. Raises ValueError if there is none that transformers supports, and as
-    `refuse_hub_code`."""
+def read_config(path: str, *, key: str = "model.path") -> Any:
+    """Returns transformers' configuration of the folder `path`, which the option `key` names. Raises ValueError if there is none that
+    transformers supports, and as `refuse_hub_code`."""
     transformers = transformers_module()
-    refuse_hub_code(path, named=f"model.path={path}")
+    refuse_hub_code(path, named=f"{key}={path}")
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"model.path={path}: no configuration that transformers can read ({reason}): name a folder with the config.json of a causal "
+            f"{key}={path}: no configuration that transformers can read ({reason}): name a folder with the config.json of a causal "
             "model, as save_pretrained writes it"
         ) from None
 

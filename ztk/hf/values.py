@@ -25,25 +25,24 @@ class FolderValues:
     transformers converts parameters that the files store in another form (separate experts), one at a time. The last one is cached.
     """
 
-    def __init__(self, path: str, *, model: nn.Module, may_lack: Sequence[str] = ()) -> None:
+    def __init__(self, path: str, *, model: nn.Module, may_lack: Sequence[str] = (), key: str = "model.path") -> None:
         """model: the folder's model with parameters on the meta device; kept. may_lack: names of optional parameters; see `has`.
+        key: the option that names the folder, for messages.
 
         Raises ValueError if the folder has no safetensors files, or if they lack a parameter or have it in another shape.
         """
-        self._model, self._may_lack = model, may_lack
-        self._files = SafetensorsSlices(_files(path))
+        self._model, self._may_lack, named = model, may_lack, f"{key}={path}"
+        self._files = SafetensorsSlices(_files(path, named=named))
         entries = self._files.__enter__()  # the files stay open until `close`, because buckets are filled later
         self._targets = model.state_dict(keep_vars=True)
         self._mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
         self._plain, self._converted = names_in_model(
             entries, model=model, targets=self._targets, mapping=self._mapping
         )
-        self._check(path)
+        self._check(named)
         unused = [name for name in self._plain if name not in self._targets]
         if unused:
-            logger.warning(
-                "model.path=%s: %d tensors have no place in the model, such as %s", path, len(unused), unused[0]
-            )
+            logger.warning("%s: %d tensors have no place in the model, such as %s", named, len(unused), unused[0])
 
     def __call__(self, *, name: str, start: int, stop: int) -> Tensor:
         entry = self._plain.get(name)
@@ -65,7 +64,7 @@ class FolderValues:
             if name in self._plain:
                 buffer.copy_(self._plain[name].full())
 
-    def _check(self, path: str) -> None:
+    def _check(self, named: str) -> None:
         aliases: dict[Any, list[str]] = {}
         for name, target in self._targets.items():
             aliases.setdefault(target, []).append(name)
@@ -75,13 +74,13 @@ class FolderValues:
             if known is not None:
                 entry = self._plain[name] = self._plain[known]
                 if entry.shape != tuple(parameter.shape):
-                    raise shape_error(f"model.path={path}", name=name, own=entry.shape, expected=parameter.shape)
+                    raise shape_error(named, name=name, own=entry.shape, expected=parameter.shape)
             elif name not in self._converted and name not in self._may_lack:
                 lacking.append(name)
         if lacking:
             raise ValueError(
-                f"model.path={path}: the files lack {len(lacking)} weights of the model, such as {lacking[0]}; name a folder with all "
-                "weights, or use model.init=random"
+                f"{named}: the files lack {len(lacking)} weights of the model, such as {lacking[0]}; name a folder with all weights"
+                f"{_or_random(named)}"
             )
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - lives as long as the engine is built
@@ -98,14 +97,17 @@ def shape_error(named: str, *, name: str, own: Sequence[int], expected: Sequence
     )
 
 
-def _files(path: str) -> list[str]:
+def _or_random(named: str) -> str:
+    return ", or use model.init=random" if named.startswith("model.path") else ""
+
+
+def _files(path: str, *, named: str) -> list[str]:
     """Returns the safetensors files of a folder. Raises ValueError if there are none."""
     files = weight_files(path) or [Path(path, "model.safetensors")]
     lacking = [file.name for file in files if not file.is_file()]
     if lacking:
         raise ValueError(
-            f"model.path={path}: there is no {lacking[0]}; save the model by save_pretrained, which writes safetensors, or use "
-            "model.init=random"
+            f"{named}: there is no {lacking[0]}; save the model by save_pretrained, which writes safetensors{_or_random(named)}"
         )
     return [str(file) for file in files]
 

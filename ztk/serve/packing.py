@@ -41,6 +41,7 @@ from ztk.serve.models import (
 )
 from ztk.serve.tokenizers import Tokenizer
 
+_OPTION = "inference.model"  # names the folder
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer files, stored next to the weights
 _CHECKED_LAYERS = 2  # minimum for the comparison with transformers' own forward
 TOKENS = 8192  # of a text for calibration
@@ -161,7 +162,7 @@ def _is_own_family(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         base = run_config(recorded_run(folder)[1]).model.path
         return base is None or read_config(base).model_type in FAMILIES
-    return read_config(str(folder)).model_type in FAMILIES
+    return read_config(str(folder), key=_OPTION).model_type in FAMILIES
 
 
 def _source(folder: Path, *, ema: bool) -> _Source:
@@ -182,8 +183,8 @@ def _source(folder: Path, *, ema: bool) -> _Source:
 
 
 def _of_transformers(folder: Path) -> _Source:
-    module: Any = empty_causal(str(folder))
-    values = FolderValues(str(folder), model=module)
+    module: Any = empty_causal(str(folder), key=_OPTION)
+    values = FolderValues(str(folder), model=module, key=_OPTION)
     values.fill_buffers(module)
     state = _folder_state(module, values=values)
     _check(folder, state=state)
