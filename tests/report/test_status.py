@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from ztk.report import commit
 from ztk.report.folder import write_failed_summary
 from ztk.report.heartbeat import Heartbeat, is_alive, read_heartbeat
 from ztk.report.status import Status, read_status
@@ -61,3 +63,24 @@ def test_a_run_elsewhere_is_judged_by_the_age_of_its_heartbeat():
     beat = {"host": "elsewhere", "pid": 1, "process_start": "1"}
     assert is_alive(beat | {"time": time.time()})
     assert not is_alive(beat | {"time": time.time() - 100})
+
+
+def test_a_package_below_another_repository_has_no_commit(tmp_path, monkeypatch):
+    """As in the .venv of a user's repository: the commit would be the user's."""
+
+    def git(*words):
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    copy = tmp_path / "lib" / "commit.py"
+    copy.parent.mkdir()
+    copy.write_text("")
+    (tmp_path / "own.py").write_text("")
+    git("init")
+    git("add", "own.py")
+    git("commit", "-m", "own")
+    monkeypatch.setattr(commit, "__file__", str(copy))
+    assert commit.read_commit() is None
+    git("add", "lib")
+    git("commit", "-m", "lib")
+    assert re.fullmatch("[0-9a-f]{40}", commit.read_commit())

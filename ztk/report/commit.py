@@ -5,11 +5,18 @@ from pathlib import Path
 
 
 def read_commit() -> str | None:
-    """Returns the commit of the checkout that contains this file, with a + for uncommitted changes, or None without git."""
-    where = ("git", "-C", str(Path(__file__).parent))
-    command = [*where, "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    """Returns the commit of the checkout that contains this file, with a + for uncommitted changes, or None without git.
+
+    A package that is installed below another repository, such as in its .venv, has no commit.
+    """
+    here = Path(__file__)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        _git("ls-files", "--error-unmatch", here.name, folder=here.parent)
+        return _git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*", folder=here.parent)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+
+
+def _git(*words: str, folder: Path) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
