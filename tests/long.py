@@ -237,7 +237,6 @@ SAMPLED = {
     "tests/rl/rollout/test_runs.py::test_where_bits_may_differ_they_are_counted": 2,
     "tests/rl/rollout/test_sources.py::test_policy_and_reference_start_from_another_run": 2,
     "tests/test_examples.py::test_it_learns": 3,
-    "tests/test_hostile_records.py::test_nothing_that_a_record_names_is_imported_or_called": 3,
     "tests/train/engine/test_peers.py::test_fp32_equals_stage_0": 2,
     "tests/zero/offload/test_faults.py::test_no_file_survives_the_process": 2,
     "tests/zero/test_average.py::test_a_tier_of_its_own_changes_no_bit_and_has_the_bytes": 2,

@@ -1,4 +1,4 @@
-"""`pytest -m quick`: a broad part of the tests in under 2 minutes on 2 cores; `pytest --quick-first` runs it before the others.
+"""`pytest -m quick`: a broad part of the tests in about 3 minutes on 2 cores; `pytest --quick-first` runs it before the others.
 
 Tests marked `slow` and the tests of tests/long.py are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
 `pytest -m real` runs tests that need a real model, which `scripts/get_model.py` fetches.
