@@ -249,10 +249,10 @@ def test_an_export_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
             file.write(b"x")
 
     monkeypatch.setattr(TensorFileWriter, "finish", damaged)
-    with pytest.raises(CheckpointError, match="model.safetensors: other.bias differs from what was written"):
+    with pytest.raises(CheckpointError, match="model.safetensors: other.bias differs from its value before the write"):
         export_safetensors(step, to=tmp_path / "out")
     monkeypatch.setattr(torch, "save", lambda state, to: save_(state | {"other.bias": state["other.bias"] + 1}, to))
-    with pytest.raises(CheckpointError, match="differs from what was written"):
+    with pytest.raises(CheckpointError, match="differs from its value before the write"):
         export_state_dict(step, to=tmp_path / "out.pt")
     assert not list(tmp_path.glob("out*"))
 
@@ -277,8 +277,8 @@ def test_a_distributed_export_that_the_disk_changed_gets_no_name(ranks, saved, t
 
     monkeypatch.setattr(dcp, "save", damaged)
     said = {
-        "a value": "optim.state.blocks.0.up.weight.exp_avg differs from what was written",
-        "a number": "optim.param_groups differs from what was written",
+        "a value": "optim.state.blocks.0.up.weight.exp_avg differs from its value before the write",
+        "a number": "optim.param_groups differs from its value before the write",
         "a cut file": "cannot be read again",
     }
     with pytest.raises(CheckpointError, match=said[damage]):

@@ -426,7 +426,7 @@ def test_a_file_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
         write(self, tensor + 1 if len(count) == 3 else tensor, **more)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", damaged)
-    with pytest.raises(CheckpointError, match=r"model.gguf.*: blk\..* differs from what was written"):
+    with pytest.raises(CheckpointError, match=r"model.gguf.*: blk\..* differs from its value before the write"):
         export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", write)
     add = gguf.GGUFWriter.add_key_value
@@ -435,7 +435,7 @@ def test_a_file_that_the_disk_changed_gets_no_name(tmp_path, monkeypatch):
         add(self, key, "another" if key == "general.name" else value, *kinds)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", other)
-    with pytest.raises(CheckpointError, match="general.name differs from what was written"):
+    with pytest.raises(CheckpointError, match="general.name differs from its value before the write"):
         export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     assert not list(tmp_path.glob("model.gguf*"))
 

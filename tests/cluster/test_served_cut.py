@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster import network
 from tests.cluster.network import ADDRESSES, Network, wait_until
-from tests.slow.served import ENVIRONMENT, outcome, server_command, started, trainer_command
+from tests.slow.served import ENVIRONMENT, finished, outcome, server_command, trainer_command
 from ztk.rl.rollout.clients import PROBE_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -28,10 +28,7 @@ def _permitted():
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """The folder of a run that draws by itself."""
-    folder = tmp_path_factory.mktemp("own") / "run"
-    log = folder.with_suffix(".log")
-    assert started(trainer_command(folder), log=log).wait(SECONDS) == 0, log.read_text()[-3000:]
-    return folder
+    return finished(tmp_path_factory.mktemp("own") / "run", seconds=SECONDS)
 
 
 def serve(nodes: Network, *, model: Path, port: int) -> Path:

@@ -36,7 +36,7 @@ _ANSWERS = (b"POST /v1/completions", b"POST /classify")
 
 
 def trainer_command(folder: Path, *words: str) -> list[str]:
-    """A run with the reward of `REWARD`. words: also in place of those of `RUN`."""
+    """A run with the reward of `REWARD`. words: options, which replace options of `RUN`."""
     reward = folder.parent / "mine.py"
     folder.parent.mkdir(parents=True, exist_ok=True)
     reward.write_text(REWARD)
@@ -54,6 +54,13 @@ def started(command: Sequence[str], *, log: Path) -> subprocess.Popen:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+def finished(folder: Path, *, seconds: float) -> Path:
+    """Trains in `folder`, draws without servers, and returns the folder."""
+    log = folder.with_suffix(".log")
+    assert started(trainer_command(folder), log=log).wait(seconds) == 0, log.read_text()[-3000:]
+    return folder
 
 
 class Server:
@@ -366,7 +373,7 @@ def wait_for_steps(scene: Scene, steps: int) -> None:
 
 
 def outcome(folder: Path) -> dict:
-    """What servers must not change in a finished run: its digest, and all prompts and answers."""
+    """The digest of a finished run with all its prompts and answers, which servers must not change."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "done"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from tests.slow.served import (
     SHAPE,
     Scene,
     cut,
+    finished,
     killed,
     outcome,
     scene,
@@ -37,10 +38,7 @@ TRANSFERS = ("http", "gloo")
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """The folder of a run that draws by itself."""
-    folder = tmp_path_factory.mktemp("own") / "run"
-    log = folder.with_suffix(".log")
-    assert started(trainer_command(folder), log=log).wait(RUN_SECONDS) == 0, log.read_text()[-3000:]
-    return folder
+    return finished(tmp_path_factory.mktemp("own") / "run", seconds=RUN_SECONDS)
 
 
 def ended(made: Scene) -> dict:

@@ -182,10 +182,10 @@ def export_safetensors(
     shard_bytes: largest size of a file.
     ema: exports the moving average in place of the weights.
 
-    The files are read again and compared with what was written before the folder gets its name.
+    The files are read again and compared with the written values before the folder gets its name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or lacks weights, or the average, or a file differs from what was written.
+        CheckpointError: the checkpoint is damaged or lacks weights, or the average, or a file differs from the written values.
         ValueError: `to` exists, or `dtype` cannot hold a value.
     """
     manifest = full_manifest(path, is_merged=not own_names)
@@ -284,7 +284,7 @@ def export_state_dict(
     The format is a pickle, so all weights are in memory at once. The file is read again before it gets its name.
 
     Raises:
-        CheckpointError: as of `export_safetensors`, or the file differs from what was written.
+        CheckpointError: as of `export_safetensors`, or the file differs from the written values.
         ValueError: as of `export_safetensors`.
     """
     manifest, to = full_manifest(path), Path(to)
@@ -294,7 +294,9 @@ def export_state_dict(
         torch.save(state, temporary)
         found = load_plain(temporary)
         if found.keys() != state.keys() or not all(_is_same(found[name], other=value) for name, value in state.items()):
-            raise CheckpointError(f"{temporary} differs from what was written: write it again on another disk")
+            raise CheckpointError(
+                f"{temporary} differs from its value before the write: write it again on another disk"
+            )
     return ExportReport(path=to, files=1, nbytes=to.stat().st_size)
 
 
@@ -338,7 +340,9 @@ def _check_distributed(folder: Path, *, state: Mapping[str, object]) -> None:
             ) from None
         for key in keys:
             if not _are_same(found[key], other=state[key]):
-                raise CheckpointError(f"{folder}: {key} differs from what was written: write it again on another disk")
+                raise CheckpointError(
+                    f"{folder}: {key} differs from its value before the write: write it again on another disk"
+                )
 
 
 def _parts(state: Mapping[str, object]) -> Iterator[list[str]]:

@@ -115,7 +115,7 @@ def write_tensors(
 
 
 def check_tensors(written: TensorFileWriter, *, specs: Sequence[TensorSpec]) -> None:
-    """Reads the file of `write_tensors` and compares it with what was written.
+    """Reads the file of `write_tensors` and compares it with the written tensors.
 
     Raises:
         CheckpointError: its names, shapes, dtypes or bytes differ.
@@ -136,7 +136,7 @@ def check_tensors(written: TensorFileWriter, *, specs: Sequence[TensorSpec]) -> 
             differing += [spec.key] if left or checksums.values != written.checksums(spec.key) else []
     if differing:
         raise CheckpointError(
-            f"{written.path}: {differing[0]} differs from what was written: write it again on another disk"
+            f"{written.path}: {differing[0]} differs from its value before the write: write it again on another disk"
         )
 
 

@@ -57,7 +57,7 @@ def export_gguf(
     The file is read again, and compared with the values that were written, before it gets its name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or lacks weights, or the average, or the file differs from what was written.
+        CheckpointError: the checkpoint is damaged or lacks weights, or the average, or the file differs from the written values.
         ValueError: `to` exists, gguf is not installed, or GGUF cannot represent the model, its tokenizer or a value.
     """
     if kind not in KINDS:
@@ -140,7 +140,9 @@ def _check_written(path: Path, *, written: _Written, library: Any) -> None:
     differing = [key for key, value in written.metadata.items() if key not in metadata or metadata[key] != value]
     differing += sorted(name for name, _ in found.items() ^ written.tensors.items())
     if differing:
-        raise CheckpointError(f"{path}: {differing[0]} differs from what was written: write it again on another disk")
+        raise CheckpointError(
+            f"{path}: {differing[0]} differs from its value before the write: write it again on another disk"
+        )
 
 
 def _add(writer: Any, key: str, *, value: Any) -> None:
