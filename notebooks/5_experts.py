@@ -17,15 +17,20 @@
 #
 # A mixture of experts has many feed-forward layers of which a token uses few: more parameters for the same operations (Shazeer et al., 2017;
 # Switch Transformer, 2021). `tiny_moe` has 8 experts in every second block, and a token uses 2 of hidden size 384 there, as
-# much as a dense layer of 768. Its other blocks have 512. A dense model with 640 in every block computes the same.
+# much as a dense layer of 768. Its other blocks have 512. A dense model with 640 in every block computes the same. It is `tiny_wide`, an option
+# in the folder `options` next to this file.
+#
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about MINUTES minutes on two cores,
+# and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 5` executes it without Jupyter.
+# `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own, as `options` here.
 
 # %%
-from charts import Figure, choose, claim, runs_folder
+from charts import OPTIONS, Figure, choose, claim, runs_folder
 
 import ztk
 from ztk.report.statistics import ratio_interval
 
-ARMS = {"dense": ("model=tiny", "model.hidden_dim=640"), "experts": ("model=tiny_moe",)}
+ARMS = {"dense": ("model=tiny_wide",), "experts": ("model=tiny_moe",)}
 RUN = ("data=stdlib", "launch.ranks=2", "logger=disabled")
 STEPS = choose(60, quick=4)
 SEEDS = choose(6, quick=1)
@@ -35,7 +40,7 @@ KEYS = {"data.seq_len": choose(128, quick=64), "train.micro_batch_size": choose(
 # ## Prediction
 
 # %%
-plans = {name: ztk.plan_run(*words, *RUN, **KEYS) for name, words in ARMS.items()}
+plans = {name: ztk.plan_run(*words, *RUN, config_dir=OPTIONS, **KEYS) for name, words in ARMS.items()}
 flops = {name: plan.as_dict()["flops"] for name, plan in plans.items()}
 for name, plan in plans.items():
     print(
@@ -56,6 +61,7 @@ found = {
         *words,
         *RUN,
         folder=runs_folder(f"experts_{name}"),
+        config_dir=OPTIONS,
         quiet=True,
         **KEYS,
         **{"sweep.repeats": SEEDS, "sweep.repeat_with": "seeds", "sweep.quick": True},

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 QUICK = os.environ.get("ZTK_NOTEBOOKS") == "quick"
 FOLDER = Path(os.environ.get("ZTK_NOTEBOOKS_FOLDER", "outputs/notebooks/" + ("quick" if QUICK else "full"))).absolute()
+OPTIONS = Path(__file__).with_name("options")  # options of configurations, for `config_dir`
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 _MARKERS = "osD^vP"
 _STYLE = {

@@ -2,6 +2,7 @@
 
     python scripts/build_notebooks.py                    # all notebooks in full, to outputs/notebooks/full
     python scripts/build_notebooks.py --quick 1 4        # two notebooks in their quick form, to outputs/notebooks/quick
+    python scripts/build_notebooks.py --store 5          # copies its .ipynb with outputs and its charts to docs/notebooks, if all claims hold
 
 A second build continues: runs that are done are not trained again. Delete the folder to start over. The exit code is 1 if a notebook fails or
 one of its claims does not hold; the others are built nevertheless. Needs `pip install -e ".[notebooks]"`.
@@ -10,12 +11,14 @@ one of its claims does not hold; the others are built nevertheless. Needs `pip i
 import argparse
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "notebooks"
+STORED = ROOT / "docs" / "notebooks"
 CELL_SECONDS = 3600
 # nbconvert's page loads scripts for formulas and diagrams from the network. The notebooks have neither.
 SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL)
@@ -59,18 +62,30 @@ def build(source: Path, *, folder: Path, quick: bool) -> str | None:
     return error
 
 
+def store(source: Path, *, folder: Path, charts: list[Path]) -> None:
+    """Copies a built notebook and its charts to the documentation."""
+    for path in (folder / f"{source.stem}.ipynb", *charts):
+        shutil.copy(path, STORED)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("notebooks", nargs="*", help="numbers of notebooks (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, under 90 seconds per notebook")
+    parser.add_argument("--store", action="store_true", help="copy what was built in full to docs/notebooks")
     parser.add_argument("--folder", type=Path, help="default: outputs/notebooks/full or quick")
     given = parser.parse_args()
+    if given.quick and given.store:
+        parser.error("--store: the documentation has full forms only; leave out --quick")
     folder = (given.folder or Path("outputs/notebooks", "quick" if given.quick else "full")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for source in find_sources(given.notebooks):
-        started = time.monotonic()
+        started, before = time.monotonic(), time.time()
         error = build(source, folder=folder, quick=given.quick)
+        if given.store and error is None:
+            charts = [path for path in (folder / "charts").iterdir() if path.stat().st_mtime >= before]
+            store(source, folder=folder, charts=charts)
         failed += error is not None
         print(f"{source.stem:<20} {time.monotonic() - started:6.1f} s  {error or 'done'}", flush=True)
     print(folder)
