@@ -165,7 +165,7 @@ def text_forward(
 
 class FrozenReference(Reference):
     """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once, unless its
-    weights are those of `model.path`.
+    weights come from `model.path` unchanged.
     """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:

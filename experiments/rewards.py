@@ -26,7 +26,7 @@ class Begun:
 
 
 def overlaps(run: Run) -> bool:
-    """Whether rewards can begin before an update ends: those of coroutines and of servers, which use no engine of the run."""
+    """Whether rewards can begin before an update ends. Rewards of coroutines and servers can, because they use no engine of the run."""
     functions, served = run.prompts.rewards, isinstance(run.reward_model, ServedReward)
     return run.process.mesh.is_alone and (served or (functions is not None and functions.overlap))
 

@@ -89,7 +89,7 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
 
 
 def score(config: Config, *, process: Process, listening: socket.socket, api_key: str | None = None) -> None:
-    """Scores texts with a reward model until a signal. Arguments and errors as `serve`, and those of `open_scorer`."""
+    """Scores texts with a reward model until a signal. Takes the arguments of `serve`, and raises the errors of `serve` and `open_scorer`."""
     scorer = open_scorer(config, process=process)
     name = config.serve.model_name or Path(str(config.inference.model)).name
     server = ScoreServer(scorer, name=name, policy=_policy(config, api_key=api_key))

@@ -67,7 +67,7 @@ def _conversation(answered: Answered, *, row: int) -> dict[str, object]:
 
 
 def _tokens(samples: Samples, *, micro_batch: int) -> list[Texts]:
-    """The rows of a forward in the process of the policy are those of a request, so that a server's values have the same bits."""
+    """A forward in the process of the policy has the rows of a request, so that a server's values have the same bits."""
     rows = [row[:length].tolist() for row, length in zip(samples.tokens, samples.lengths.tolist(), strict=True)]
     parts = [rows[first : first + micro_batch] for first in range(0, len(rows), micro_batch)]
     return [Texts(fields={"input": part}, count=len(part)) for part in parts]

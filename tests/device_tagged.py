@@ -170,7 +170,7 @@ def products_of_torch() -> Iterator[None]:
 
 @contextmanager
 def backward_elsewhere() -> Iterator[None]:
-    """Backwards run on threads of their own, as autograd runs those of a GPU's tensors. A backward inside of one stays on its thread."""
+    """Backwards run on threads of their own, as autograd does for a GPU's tensors. A backward inside of one stays on its thread."""
     run, caller = torch.autograd._engine_run_backward, threading.get_ident()
 
     def run_elsewhere(*args: Any, **kwargs: Any) -> Any:

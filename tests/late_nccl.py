@@ -78,7 +78,7 @@ class Flight:
     name: str
     channel: "Channel"
     reads: list[Memory]
-    writes: list[tuple[Memory, Memory]]  # the caller's memory, and that of the private result
+    writes: list[tuple[Memory, Memory]]  # the caller's memory, and the private result's
     works: list[Any] = field(default_factory=list)  # of the inner `Comm`
     held: tuple = ()  # tensors whose memory must stay
     expected: list[bytes] = field(default_factory=list)  # contents of `reads` after the start

@@ -354,7 +354,7 @@ TEXT_PIECE = {"Sequence": {"id": "A", "type_id": 0}}
             {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "StripAccents"}]},
             "its normalizer NFKC, StripAccents changes texts",
         ),
-        ("ignore_merges", True, "ignore_merges=true is not that of"),
+        ("ignore_merges", True, "ignore_merges=true does not belong to"),
         ("end_of_word_suffix", "</w>", "end_of_word_suffix=</w>"),
         ("lstrip", True, "lstrip of the token '<|"),
         ("post_processor", [TEXT_PIECE, END], "puts the tokens .* in front of a text and .* after it"),

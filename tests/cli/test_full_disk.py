@@ -43,7 +43,7 @@ def test_a_last_save_without_room_fails_with_its_cause_once(small_disk, tmp_path
 
 
 def test_a_save_without_room_does_not_end_the_run(small_disk, tmp_path):
-    """One checkpoint fits. Those of steps 2 and 3 are reported, and only the last one's failure is the run's."""
+    """One checkpoint fits. The failures of steps 2 and 3 are reported, and only the last one's failure is the run's."""
     folder = small_disk(1.5 * STATE_BYTES / 2**20)
     done = run_command(*LINE, "launch.ranks=1", "checkpoint.every=1", cwd=tmp_path)
     assert done.returncode == 1

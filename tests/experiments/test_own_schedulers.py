@@ -40,7 +40,7 @@ def _function(name: str) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{name}", "_partial_": True}
 
 
-# class -> its arguments, those of one or several schedulers inside it by class.
+# class -> its arguments; the arguments of inner schedulers by their class.
 CASES: dict[str, dict[str, Any]] = {
     "LambdaLR": {"lr_lambda": _function("down")},
     "MultiplicativeLR": {"lr_lambda": _function("shrink")},
@@ -199,7 +199,7 @@ def play(process, *, config) -> None:
 
 
 def test_a_resumed_run_goes_on_with_the_schedule(ranks, tmp_path):
-    """The rates in the rows of a run in two parts, with an own optimizer, are those of torch's loop."""
+    """The rates in the rows of a run in two parts, with an own optimizer, equal torch's loop."""
     rows = []
     for part, words in (("first", ("train.steps=5",)), ("second", (f"checkpoint.resume={tmp_path / 'first'}",))):
         folder = tmp_path / part

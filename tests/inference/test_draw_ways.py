@@ -1,4 +1,4 @@
-"""Every way to draw, by every kind of products, with every kind of head: log-probabilities and choices are those of the model's own logits."""
+"""Every way to draw, by every kind of products, with every kind of head: log-probabilities and choices equal the model's own logits."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -35,7 +35,7 @@ def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["more", "training", "peers", "serving", "offload", "several"])
 def test_further_steps_run_on_a_cpu(kind, tmp_path):
-    """The ranks of a CPU share it, as those of one GPU do."""
+    """The ranks of a CPU share it, as the ranks of a GPU do."""
     assert first_hour.run(tmp_path, dry=True, only=(), kind=kind) == 0
     rows = {row["name"]: row.get("result") for row in rows_of(tmp_path)}
     if kind == "more":

@@ -52,7 +52,7 @@ class ExportReport:
 class Weights:
     """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once.
 
-    Frozen weights that a checkpoint of adapters leaves out are those of the folder that it names as its base.
+    A checkpoint of adapters leaves out frozen weights; they are read from the folder that it names as its base.
     """
 
     def __init__(

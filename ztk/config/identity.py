@@ -96,7 +96,7 @@ def check_resumed(config: Config, *, given: str | None = None) -> None:
 
 
 def _record_of_resumed(given: str, *, run: Path) -> Path | None:
-    """Returns the configuration of the checkpoint that is continued, which may be another than that of its run's last start."""
+    """Returns the configuration of the checkpoint that is continued. It may differ from the configuration of the run's last start."""
     step = Path(given) if step_number(Path(given).name) else newest_checkpoint(run)
     return record_of(run) if step is None else record_of_checkpoint(step)
 

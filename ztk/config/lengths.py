@@ -62,7 +62,7 @@ def take_lengths(config: Config) -> list[str]:
 
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
-    """Returns the records of `data.path` that the task learns from, followed by those of `data.eval_path`.
+    """Returns the records of `data.path` that the task learns from, then the records of `data.eval_path`.
 
     seq_len: the longest text that is accepted, or None.
 

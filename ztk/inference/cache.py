@@ -247,7 +247,7 @@ class Cache:
         self._log = []
 
     def take_log(self, spans: list[Span]) -> list[Change]:
-        """The changes since the last call, with those of the tables of these sequences."""
+        """The changes since the last call, also in the tables of these sequences."""
         for span in spans:
             own, told = self.tables[span.slot], self._told[span.slot]
             if own != told:  # a sequence that continues has new blocks alone

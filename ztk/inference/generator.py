@@ -86,7 +86,7 @@ class Generator:
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
             check_draft(drafter, vocabulary=self.description.vocab_size)
         with opening(self._ranks):  # all have come so far, and agree on the memory's size
-            if opened.streamed is None:  # else a pass reads all layers, and draws are those of the processor's products
+            if opened.streamed is None:  # else a pass reads all layers, and the processor's products decide the draws
                 check_draws(self._model)
             self._cache, self._scheduler = shared_memory(
                 self._model,

@@ -93,7 +93,7 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Plans a rollout of the run that `made` is the plan of, with its hardware for the trainer.
 
-    servers: number of them. devices, hardware: those of one server, which divide its model. weight_bytes: bytes of a parameter.
+    servers: their number. devices: the devices of one server, which divide its model. hardware: their kind. weight_bytes: bytes of a parameter.
 
     Raises ValueError for hardware without the bandwidth of a network.
     """

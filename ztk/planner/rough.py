@@ -164,7 +164,7 @@ def _rows(layout: Layout, *, work: Workload) -> float:
 
 
 def _accumulated(layout: Layout, *, work: Workload) -> float:
-    """Seconds in which a micro-batch adds its gradients to those of the others."""
+    """Seconds in which a micro-batch adds its gradients to the sum of the others."""
     forwards, gradient, own = work.forwards(layout), work.gradient(layout), work.own(layout)
     if forwards == 1:
         return 0.0

@@ -275,7 +275,7 @@ def _check_parts(stored: Mapping[str, Any], *, pre: str, folder: Path) -> None:
     if kinds and (kinds != ["NFC"] or pre != "qwen2"):
         faults.append(f"its normalizer {', '.join(kinds)} changes texts")
     if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
-        faults.append(f"ignore_merges={str(bool(model.get('ignore_merges'))).lower()} is not that of {pre}")
+        faults.append(f"ignore_merges={str(bool(model.get('ignore_merges'))).lower()} does not belong to {pre}")
     faults += [
         f"{key}={model[key]}"
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

@@ -226,7 +226,7 @@ def key_faults(
     does not act.
 
     values: a policy, which may lack keys. None is "not given", and where a key does not act, so are 0 and False. keys: the class that
-    declares the keys of `section`, by default that of `values`. place: names `values` in the message, by default with the section. of: the
+    declares the keys of `section`, by default the class of `values`. place: names `values` in the message, by default with the section. of: the
     policy whose fields decide whether a key acts, by default `values`. others: ranges of attributes that no key sets.
     """
     of, place = values if of is None else of, place or section

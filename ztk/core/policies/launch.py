@@ -201,7 +201,7 @@ class LaunchConfig:
     )
     nodes: int | None = key("nodes of the job", default=1, range=_COUNT, acts=SLURM)
     gpus_per_node: int | None = key(
-        "GPUs of a node that the job asks for; null: none, or those of launch.sbatch",
+        "GPUs of a node that the job asks for; null: none, or as launch.sbatch asks",
         range=_COUNT,
         optional=True,
         acts=SLURM,
@@ -272,8 +272,8 @@ def ranks_per_node(launch: LaunchConfig) -> int:
 
 
 def computing_machine(launch: LaunchConfig, *, machine: Machine) -> Machine:
-    """The machine whose resources a run has: `machine`, or those of the job or the Ray cluster, where this
-    machine may have no GPU."""
+    """The machine whose resources a run has: `machine`, or the machines of the job or the Ray cluster, if this
+    one may have no GPU."""
     if launch.starter is Starter.local or machine.started_ranks:
         return machine
     if launch.starter is Starter.ray:

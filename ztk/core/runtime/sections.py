@@ -66,7 +66,7 @@ class SectionOverrun(TimeoutError):
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """An open section. age: its seconds so far, without those of inner sections. entered: when it last became the innermost."""
+    """An open section. age: its seconds so far, without inner sections. entered: when it last became the innermost."""
 
     name: str
     detail: str
