@@ -76,6 +76,25 @@ def test_what_would_change_the_answer_is_refused_by_its_name(field, value):
     assert error.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("max_token", "max_tokens"), ("maxTokens", "max_tokens"), ("temprature", "temperature"), ("topp", "top_p"), ("seeds", "seed")],
+)  # fmt: skip
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_a_misspelt_field_is_refused_with_the_name_that_is_meant(running, route, field, meant):
+    asked = {"completions": {"prompt": "a"}, "chat/completions": {"messages": USER}, "responses": {"input": "a"}}[route]
+    found = post(running, asked | {field: 1}, path=route)
+    assert found.status_code == 400 and found.json()["error"]["param"] == field
+    assert f"did you mean {meant}?" in found.json()["error"]["message"]
+
+
+def test_fields_of_other_servers_are_no_misspellings():
+    others = ["models", "return_tokens", "parse_tool_calls", "watermark", "top_a", "prompt_id", "mirostat_tau", "usr"]
+    assert ignored({"prompt": "a", "x" * 5000: 1} | dict.fromkeys(others, 1), chat=False) == tuple(
+        sorted(["x" * 5000, *others])
+    )
+
+
 def test_values_that_change_nothing_are_no_reason_to_refuse():
     neutral = {"suffix": "", "use_beam_search": False, "modalities": ["text"], "n_predict": -1, "mirostat": 0}
     neutral |= {"thinking_token_budget": -1, "watermarking": False, "n_probs": 0, "lora": [], "stop_sequences": []}

@@ -1,13 +1,14 @@
 """Parses OpenAI's request bodies. The type of every supported field is checked, and errors name the field.
 
-Unsupported fields that would change an answer must have a neutral value. Other fields are accepted and ignored: the response lists them in
-the header x-ztk-ignored-fields.
+Unsupported fields that would change an answer must have a neutral value, and a misspelt field is refused. Other fields are accepted and
+ignored: the response lists them in the header x-ztk-ignored-fields.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ztk.inference import SamplingParams
@@ -18,7 +19,10 @@ from ztk.serve.values import MANY, BadRequest, choice, flag, number, shown, text
 
 _BAD_WORDS = 128
 _ALLOWED = 1 << 18  # allowed tokens, up to the size of a vocabulary
-_NAMES = 16  # ignored fields in a header
+_NAMES = 16  # ignored fields in a header, and fields whose spelling is checked
+_MISSPELT = 0.84  # max_token is like max_tokens by 0.95; fields of other servers, except `_OTHERS`, reach 0.8
+_LONGEST = 40  # letters of a field whose spelling is checked
+_OTHERS = {"models", "parse_tool_calls", "return_tokens", "watermark"}  # of OpenRouter, llama.cpp and TGI
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,14 +352,25 @@ def read_prompts(body: dict, *, name: str) -> tuple[str | list[int], ...]:
 
 
 def ignored(body: dict, *, chat: bool) -> tuple[str, ...]:
-    """Returns the ignored fields. Raises BadRequest for an unsupported field that would change the answer."""
+    """Returns the ignored fields. Raises BadRequest for a misspelt field and for an unsupported one that would change the answer."""
     known = CHAT if chat else COMPLETIONS
     for name, value in body.items():
         if name in _UNDONE and not _is_neutral(value, neutral=_UNDONE[name][0]):
             raise BadRequest(f"{name} is not supported: {_UNDONE[name][1]}", param=name)
         if name in _ONE_ROUTE and _ONE_ROUTE[name][0] is known and not _is_neutral(value, neutral=_ONE_ROUTE[name][1]):
             raise BadRequest(f"{name}={shown(value)}: {_ONE_ROUTE[name][2]}", param=name)
-    return tuple(sorted(body.keys() - known - _UNDONE.keys() - _ONE_ROUTE.keys()))
+    unused = tuple(sorted(body.keys() - known - _UNDONE.keys() - _ONE_ROUTE.keys()))
+    for name in unused[:_NAMES]:
+        if len(name) <= _LONGEST and name not in _OTHERS and (meant := _nearest(name, chat=chat)):
+            raise BadRequest(f"{shown(name)}: there is no such field; did you mean {meant}?", param=name)
+    return unused
+
+
+@lru_cache(maxsize=1024)
+def _nearest(name: str, *, chat: bool) -> str | None:
+    """The field that `name` is probably meant to be."""
+    fields_here = [*(CHAT if chat else COMPLETIONS), *_UNDONE, *_ONE_ROUTE]
+    return next(iter(difflib.get_close_matches(name, fields_here, n=1, cutoff=_MISSPELT)), None)
 
 
 def header(names: tuple[str, ...]) -> dict[str, str]:
