@@ -252,6 +252,12 @@ def test_frames_have_types_options_and_every_job(tmp_path):
     assert list(runs["offload"][:2]) == ["none", "none"] and list(runs["zero"]) == ["stage0", "stage3", "stage1"]
     assert list(runs["peak_memory.host_bytes"][:2]) == [0, 7]
     assert runs["steps"].dtype == "Int64"
+    assert list(found.table) == [
+        *("run", "status", "zero", "model.layers", "tokens_per_second", "peak_memory.device_bytes"),
+        "peak_memory.host_bytes",
+    ]
+    assert f"all {runs.shape[1]} columns are in .runs" in repr(found) and "..." not in repr(found)
+    assert "stage3" in found._repr_html_() and "optimizer.lr" not in found._repr_html_()
     summary = found.summary(["zero", "offload"], metric="tokens_per_second")
     assert summary[["zero", "n", "median"]].to_numpy().tolist() == [["stage0", 1, 10.0], ["stage3", 1, 15.0]]
     best = found.pareto("peak_memory.device_bytes", y="tokens_per_second")

@@ -1,8 +1,10 @@
 """Reads runs back: one run folder, a sweep, or a folder of them."""
 
 import contextlib
+import html
 import json
 import os
+import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,9 @@ _RESULTS = (  # listed first
     *("step_seconds_median", "peak_memory.device_bytes", "peak_memory.allocator_bytes", "peak_memory.host_bytes"),
     *("peak_memory.nvme_bytes", "steps", "tokens"),
 )
+_SHOWN = tuple(
+    name for name in _RESULTS if name not in ("tokens_per_second_per_gpu", "hfu", "steps", "tokens")
+)  # in `Runs.table`
 _DETAILS = ("memory.", "peak_memory.", "comm.", "io.", "seconds.")
 
 
@@ -61,6 +66,32 @@ class Runs(NamedTuple):
     def settings(self) -> list[str]:
         """The columns with options and keys of the configuration, in the order of `runs`."""
         return self.runs.attrs["settings"]
+
+    @property
+    def table(self) -> pandas.DataFrame:
+        """The part of `runs` that a sweep is about: the state, the keys of the command lines that differ, and losses, speed and peaks.
+
+        A single run has all keys of its command line. Columns without a value, or with zeros alone, are left out. Printing `Runs` shows
+        this table.
+        """
+        runs, given = self.runs, self.runs.attrs["given"]
+        varied = [key for key in given if len(runs) == 1 or runs[key].map(str).nunique() > 1]
+        chosen = dict.fromkeys((*_FIRST, *varied, *_SHOWN))
+        if varied:
+            del chosen["arm"]
+        if runs["repeat"].nunique() == 1:
+            del chosen["repeat"]
+        return runs[[key for key in chosen if key in runs and (key in varied or _is_filled(runs[key]))]]
+
+    def __repr__(self) -> str:
+        width = shutil.get_terminal_size((120, 0)).columns
+        return f"{self.table.to_string(line_width=width, max_rows=60)}\n{self._rest()}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.table._repr_html_()}<p>{html.escape(self._rest())}</p>"
+
+    def _rest(self) -> str:
+        return f"{self.folder}: all {self.runs.shape[1]} columns are in .runs, {len(self.history)} logged steps in .history"
 
     def summary(self, by: str | Sequence[str], *, metric: str) -> pandas.DataFrame:
         """Returns median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
@@ -131,9 +162,15 @@ def load(path: str | os.PathLike[str]) -> Runs:
     frame = _frame(_with_unused_tiers(runs))
     frame = frame[sorted(frame, key=lambda key: _place(key, given=given, reported=reported))]
     frame.attrs["folder"] = str(root)
+    frame.attrs["given"] = [key for key in map(str, frame) if key in given]
     others = {*_FIRST, *_FROM_ENVIRONMENT, *(reported - options)}
     frame.attrs["settings"] = [key for key in map(str, frame) if key not in others and not key.startswith(_TIER_BYTES)]
     return Runs(runs=frame, history=pandas.DataFrame(history))
+
+
+def _is_filled(column: pandas.Series) -> bool:
+    """Whether a value is neither missing nor 0."""
+    return bool((column.notna() & (column != 0).fillna(False)).any())
 
 
 def own_words(arms: Iterable[str]) -> dict[str, str]:
