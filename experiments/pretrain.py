@@ -4,7 +4,7 @@ This program does not depend on where parameters, gradients and optimizer states
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,9 @@ def run(config: Config, *, process: Process) -> None:
                 train_step=run_step,
                 steps=steps,
                 tokens=config.train.global_batch_size * (config.data.seq_len or 1),
-                evaluate=partial(evaluate_weights, config, engine=engine, batches=held_out) if held_out else None,
+                evaluate=partial(evaluate_weights, config, engine=engine, batches=held_out, reporter=reporter)
+                if held_out
+                else None,
                 eval_every=config.train.eval_every or 0,
                 reporter=reporter,
                 saver=saver,
@@ -91,6 +93,8 @@ def run(config: Config, *, process: Process) -> None:
                 grace_seconds=config.checkpoint.grace_seconds,
             )
             ended_by = loop.run() or limits.reason(over=False, reached=is_done)
+            if saver is not None and saver.is_saving:
+                reporter.say(f"writes the checkpoint of step {engine.global_steps}")
         loss = loop.evaluate() if held_out else None
         with evaluated_weights(config, engine=engine):
             finish(config, engine=engine, corpus=corpus, loss=loss, reporter=reporter, ended_by=ended_by)
@@ -210,7 +214,7 @@ def train_step(config: Config, step: int, *, engine: Engine, stream: Stream) -> 
     return engine.train_batch(micro_batch(batch, engine=engine) for batch in batches)
 
 
-def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
+def evaluate(engine: Engine, *, batches: Iterable[Batch]) -> float:
     """Returns the mean loss over all replicas' batches, the same number on every rank."""
     loss = engine.eval_batch(micro_batch(batch, engine=engine) for batch in batches)
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
@@ -222,10 +226,10 @@ def finite_loss(values: Mapping[str, Any]) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def evaluate_weights(config: Config, *, engine: Engine, batches: Sequence[Batch]) -> float:
-    """Runs `evaluate` with the weights of `train.evaluate`."""
+def evaluate_weights(config: Config, *, engine: Engine, batches: Sequence[Batch], reporter: Reporter) -> float:
+    """Runs `evaluate` with the weights of `train.evaluate`. The reporter shows its progress."""
     with evaluated_weights(config, engine=engine):
-        return evaluate(engine, batches=batches)
+        return evaluate(engine, batches=reporter.follow(batches, work="held-out loss: {} batches"))
 
 
 def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManager[None]:
@@ -269,6 +273,7 @@ def finish(
         prompt=corpus.validation[:PROMPT_BYTES],
         num_tokens=SAMPLE_BYTES,
         tokenizer=ByteTokenizer(),
+        reporter=reporter,
     )
     reporter.finish(**measured, bigram_entropy=entropy, sample=text, ended_by=ended_by)
     if text is not None:
@@ -297,7 +302,14 @@ def finish_tokens(
         measured |= {"validation_loss": loss, "validation_bits_per_byte": loss / math.log(2) / size}
     part = corpus.parts[0]
     prompt = (part.held_out if len(part.held_out) else part.train)[:PROMPT_TOKENS]
-    text = draw_text(config, engine=engine, prompt=prompt, num_tokens=SAMPLE_TOKENS, tokenizer=corpus.tokenizer)
+    text = draw_text(
+        config,
+        engine=engine,
+        prompt=prompt,
+        num_tokens=SAMPLE_TOKENS,
+        tokenizer=corpus.tokenizer,
+        reporter=reporter,
+    )
     reporter.finish(**measured, sample=text, ended_by=ended_by)
     if text is not None:
         reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
@@ -307,7 +319,9 @@ def finish_tokens(
         )
 
 
-def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int, tokenizer: Any) -> str | None:
+def draw_text(
+    config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int, tokenizer: Any, reporter: Reporter
+) -> str | None:
     """Returns a text that the model continues, or None if a user's model has no logits. prompt: tokens [T]. A collective call."""
     logits_of = engine if not is_own(config, section="model") else own_logits(engine, vocab_size=tokenizer.vocab_size)
     if logits_of is None:
@@ -317,20 +331,22 @@ def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int
         tokens = continued(
             lambda tokens: logits_of(tokens.to(engine.process.device))[..., : tokenizer.vocab_size],
             prompt=prompt.long(),
-            draws=draws,
+            draws=reporter.follow(draws.tolist(), work="a sample of text: {} tokens"),
             max_seq_len=config.data.seq_len,
         )
     return printable(tokenizer.decode(tokens))
 
 
 @torch.no_grad()
-def continued(logits_of: Callable[[Tensor], Tensor], *, prompt: Tensor, draws: Tensor, max_seq_len: int) -> Tensor:
+def continued(
+    logits_of: Callable[[Tensor], Tensor], *, prompt: Tensor, draws: Iterable[float], max_seq_len: int
+) -> Tensor:
     """Returns `prompt`, int64 [T], and a token per draw. A forward per token, so that models that ranks share and own models have a sample.
 
-    logits_of: tokens [1, T] of the last `max_seq_len` to logits [1, T, V]. draws: float64 in [0, 1), equal on all ranks.
+    logits_of: tokens [1, T] of the last `max_seq_len` to logits [1, T, V]. draws: numbers in [0, 1), equal on all ranks.
     """
     tokens = prompt
-    for draw in draws.tolist():
+    for draw in draws:
         logits = logits_of(tokens[-max_seq_len:].unsqueeze(0))[0, -1].double().cpu()
         cumulative = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1).cumsum(dim=-1)
         token = torch.searchsorted(cumulative, draw * cumulative[-1:], right=True).clamp(max=len(logits) - 1)

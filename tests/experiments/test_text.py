@@ -122,7 +122,7 @@ def test_a_sample_has_the_models_probabilities_and_a_bounded_context():
         return logits.requires_grad_()
 
     draws = torch.linspace(0, 1, 401, dtype=torch.float64)[:-1]
-    tokens = continued(three_to_one, prompt=torch.tensor([45]), draws=draws, max_seq_len=16)
+    tokens = continued(three_to_one, prompt=torch.tensor([45]), draws=draws.tolist(), max_seq_len=16)
     odds = 3 ** (1 / SAMPLE_TEMPERATURE)
     assert set(tokens[1:].tolist()) == {ord("a"), ord("b")} and max(lengths) == 16 and not tokens.requires_grad
     assert abs((tokens == ord("a")).sum() - 400 * odds / (1 + odds)) <= 1

@@ -305,6 +305,14 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_long_evaluations_print_their_progress(tmp_path, capsys):
+    for seconds, lines in ((10.0, []), (0.0, ["held-out loss: 0 of 2 batches", "held-out loss: 1 of 2 batches"])):
+        with make_reporter(tmp_path / str(seconds), plain_seconds=seconds) as reporter:
+            capsys.readouterr()
+            assert list(reporter.follow(["a", "b"], work="held-out loss: {} batches")) == ["a", "b"]
+            assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_plain_output_and_tables(tmp_path, capsys):
     gauges = make_gauges()
     gauges.memory.add(tier=Tier.device, category="parameters", nbytes=2_000_000)

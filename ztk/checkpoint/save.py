@@ -206,6 +206,11 @@ class Saver:
         finally:
             self.stall_seconds += time.perf_counter() - started
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a background save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> SaveReport | None:
         """Waits for the background save, if there is one, and returns its report once.
 

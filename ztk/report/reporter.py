@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from rich.console import Console, Group
@@ -31,6 +31,8 @@ from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import Tracker, TrackerPolicy
 from ztk.report.units import format_bytes, format_count
 from ztk.train.engine import StepMetrics
+
+_Item = TypeVar("_Item")
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -156,7 +158,7 @@ class ReportPolicy:
     folder: the run folder.
     total_steps: number of the last step.
     every: steps between rows of `metrics.jsonl`. The first and the last step, and those with extra values, always have a row.
-    plain_seconds: seconds between lines if there is no terminal.
+    plain_seconds: seconds between lines if there is no terminal, and between lines of evaluations and samples.
     tracker_every: steps between the rows sent to the logger.
     slowest_every: rows between lines about the slowest of several ranks; 0 for none.
     draws: draws a picture when the run ends.
@@ -332,6 +334,18 @@ class Reporter:
         """Prints on rank 0, above the progress bar if there is one."""
         if self._comm.rank == 0:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def follow(self, items: Sequence[_Item], *, work: str) -> Iterator[_Item]:
+        """Yields the items. Work that takes longer than `plain_seconds` prints its progress, such as "held-out loss: 5 of 16 batches".
+
+        work: a text with the place of the progress, such as "held-out loss: {} batches".
+        """
+        last = time.monotonic()
+        for number, item in enumerate(items):
+            if (now := time.monotonic()) - last >= self._policy.plain_seconds:
+                last = now
+                self.say(work.format(f"{number} of {len(items)}"))
+            yield item
 
     def finish(self, **extra: Any) -> dict[str, Any]:
         """Writes the summary, draws the plot, prints the tables and returns the summary. extra: further keys of the summary.
