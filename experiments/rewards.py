@@ -121,7 +121,7 @@ def answered(run: Run, *, samples: Samples, prompts: list[Prompt], episodes: Seq
 
 
 def reward_metrics(run: Run) -> dict[str, float]:
-    """Returns means over the newest samples of all ranks: of every entry of `reward.functions`, and of the values that functions log.
+    """Returns the means of every entry of `reward.functions` and of every value that functions log, over the newest samples of all ranks.
 
     If only the reward model trains, includes the sum of the functions too. A collective call.
     """

@@ -20,7 +20,7 @@ BYTES = 28  # that a step reads and writes per element
 
 
 def host_update(process: Process) -> dict:
-    """Shortest seconds of a step, by number of threads: of ztk's workers and of torch's teams, and the bytes per second of the workers.
+    """Shortest seconds of a step by ztk's workers and by torch's teams, for each number of threads, and the workers' bytes per second.
 
     Raises:
         RuntimeError: their bits differ.

@@ -1,4 +1,4 @@
-"""Reads LoRA adapters from folders: of peft, and of ztk runs and checkpoints with `lora=adapter`."""
+"""Reads LoRA adapters from folders of peft, and from ztk's runs and checkpoints with `lora=adapter`."""
 
 import json
 import math

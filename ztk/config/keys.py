@@ -33,7 +33,7 @@ def run_keys() -> dict[str, Key]:
 
 @functools.cache
 def line_keys() -> dict[str, Key]:
-    """Returns all keys that a command line may set: of a run and of a sweep."""
+    """Returns all keys that the command line of a run or a sweep may set."""
     return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")
 
 

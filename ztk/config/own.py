@@ -295,7 +295,7 @@ def _is_share(annotation: Any) -> bool:
 
 
 def _optimizer_faults(config: Config) -> Iterator[str]:
-    """Yields faults of an own optimizer: of its object, of a wrong declaration, and of a model that is divided over ranks."""
+    """Yields the faults of an own optimizer's object and declaration, and of its use with a model that is divided over ranks."""
     import torch  # imported late: the command line imports torch only for objects that need it
 
     from ztk.optim import TorchStep

@@ -42,7 +42,7 @@ class SamplingParams:
     """How a sequence is drawn. The order of the steps is vLLM's: bias and penalties, temperature, top-k, top-p, min-p.
 
     temperature: 0 takes the likeliest token, of equal ones the first. top_k: 0 keeps all. presence_penalty, frequency_penalty: OpenAI's,
-    over the answer; repetition_penalty: of Keskar et al. 2019 (arXiv 1909.05858), over prompt and answer.
+    over the answer; repetition_penalty: the penalty of Keskar et al. 2019 (arXiv 1909.05858), over prompt and answer.
     stop_token_ids: end the answer, and are its last token. n: answers per prompt.
     seed, draw_key: a draw is a function only of (seed, draw_key, number of the answer, position) and of the probabilities. An integer is a
         key of `ztk.inference.uniforms`, which stands for all of these but the position.

@@ -158,7 +158,7 @@ class Slots:
         return self.pool.available - sum(self.pool.is_kept(block) for block in blocks)
 
     def _prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """(blocks, tokens) that need not be computed: of a sequence that runs, or of ended ones."""
+        """Returns (blocks, tokens) that need no computation, because a running sequence or ended ones have them."""
         if sequence.sampling.prompt_logprobs:
             return [], 0
         tokens = sequence.tokens[:-1]  # one at least is computed, for its logits

@@ -147,7 +147,7 @@ class TorchStep:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group, before an lr_table multiplies it: of the last step, or of the first one before that. 0 for
+        """The learning rate of the first group in the last step, or in the first one before any step; no lr_table multiplies it. 0 for
         a class without a rate."""
         return self._rate
 

@@ -59,7 +59,7 @@ class Runs(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder that was read: of a run, a sweep, or all of them."""
+        """The folder that was read: a run, a sweep, or a folder of them."""
         return Path(self.runs.attrs["folder"])
 
     @property

@@ -17,7 +17,7 @@ class Interval:
     """Mean and median of n measurements with their 95 % intervals, and their minimum and maximum.
 
     low, high: ends of the median's interval; NaN for fewer than `FEWEST` measurements, whose range contains the median in less than 95 % of
-    all cases. standard_error, mean_low, mean_high: of the mean, by Student's t; NaN for one measurement.
+    all cases. standard_error, mean_low, mean_high: the mean's error and interval, by Student's t; NaN for one measurement.
     """
 
     median: float

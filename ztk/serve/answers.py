@@ -180,7 +180,7 @@ class Answer:
         return found
 
     def _of_prompt_token(self, token: int, *, own: PromptLogprob) -> dict[str, dict]:
-        """Returns values by token: of the prompt's own, and of the likely ones."""
+        """Returns values by token, for the prompt's own token and for the likely ones."""
         assert self._asked.prompt_tops is not None, "as the caller has checked"
         ranked = list(own.top.items())[: self._asked.prompt_tops]
         found = {token: (own.value, own.rank)}
@@ -308,8 +308,9 @@ def _kept(drawn: Sequence[Output]) -> dict:
 
 
 def _versions(drawn: Sequence[Output]) -> dict:
-    """Returns the field `versions`: of the weights that tokens were drawn with, in order, each with its number of tokens. Nothing before the
-    first update.
+    """Returns the field `versions`: the versions of the weights that drew the tokens, in order, each with its number of tokens.
+
+    Returns nothing before the first update.
     """
     runs = [(version, sum(1 for _ in own)) for version, own in itertools.groupby(output.version for output in drawn)]
     if all(version is None for version, _ in runs):

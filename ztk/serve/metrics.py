@@ -31,7 +31,7 @@ class Timed:
 
 
 class Metrics:
-    """Counters and times of one server. running, waiting, usage: of the engine, read on demand.
+    """Counters and times of one server. running, waiting, usage: read the engine's values on demand.
 
     Each method must be called from a single thread.
     """

@@ -1,4 +1,4 @@
-"""Tokenizers with one interface: of bytes, of runs, and of transformers; the bytes of single tokens."""
+"""One interface for tokenizers of bytes, of runs and of transformers, and the bytes of single tokens."""
 
 import functools
 import json

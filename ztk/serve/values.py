@@ -13,7 +13,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 2, 60, 40, 
 
 
 class BadRequest(ValueError):
-    """A rejected or failed request. param: the field. status, code, headers: of the response."""
+    """A rejected or failed request. param: the field. status, code, headers: the response's."""
 
     def __init__(
         self,

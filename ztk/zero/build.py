@@ -179,7 +179,7 @@ class Builder:
         )
 
     def _pieces(self, traits: BucketTraits, *, layout: BucketLayout, own_rank: int, stores: Stores) -> Iterator[Piece]:
-        """The pieces that this rank updates: of its shard, or of all shards at stage 0, cut in the same way."""
+        """The pieces that this rank updates. They cover its shard, or all shards at stage 0, cut in the same way."""
         updates_all = traits.trainable and not self._policy.shards_optimizer
         size = self._context.piece_size if stores.updates_on_host else None
         for rank in range(layout.num_shards) if updates_all else (own_rank,):

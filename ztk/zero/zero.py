@@ -408,7 +408,7 @@ class Zero:
         return bucket.residency.is_changed(range(placement.offset, placement.stop))
 
     def compile(self, model: nn.Module, **options: object) -> None:
-        """torch.compile with `options`: of the model, or of every unit inside its gathering if parameters are sharded.
+        """Runs torch.compile with `options` on the model, or on every unit inside its gathering if parameters are sharded.
 
         Raises ValueError with `overlap_gather`.
         """

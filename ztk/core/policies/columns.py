@@ -10,7 +10,10 @@ PREFIXES = ("memory.", "peak_memory.", "comm.", "io.", "seconds.", "kernel.")
 
 
 def column_fault(name: object, *, more: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> str:
-    """Returns why a value of the user's cannot have this name in a row, or "" if it can. more, prefixes: of a task's own columns."""
+    """Returns why a value of the user's cannot have this name in a row, or "" if it can.
+
+    more, prefixes: names and beginnings of the task's own columns.
+    """
     if not isinstance(name, str) or not name:
         return f"{name!r} is no name: use a text"
     if name in COLUMNS + more or name.startswith(PREFIXES + prefixes):

@@ -35,7 +35,7 @@ def seed_generators(*parts: object) -> None:
 
 
 def generator_states() -> dict[str, Tensor]:
-    """Returns uint8 [n] per global generator: of torch on the CPU, Python, and numpy if it is imported."""
+    """Returns uint8 [n] for each global generator: torch's on the CPU, Python's, and numpy's if it is imported."""
     states = {_TORCH: torch.get_rng_state(), _PYTHON: _packed(random.getstate())}
     if (numpy := _numpy()) is not None:
         found = numpy.random.get_state(legacy=False)

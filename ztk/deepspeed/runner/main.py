@@ -24,7 +24,7 @@ _PORT = 29500
 
 
 def run(arguments: list[str]) -> int:
-    """Returns the exit code: of the script's first failed rank, 0 if all succeeded, 2 if nothing could be started."""
+    """Returns the exit code of the script's first failed rank, 0 if all succeeded, or 2 if nothing could be started."""
     options = read_options(arguments)
     try:
         chosen, listed = choose_hosts(options)

@@ -79,7 +79,7 @@ def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: st
 
 
 def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[str, str]:
-    """Returns the variables to export: of Python, NCCL and the like, and the lines `KEY=value` of `files`.
+    """Returns the variables to export: Python's, NCCL's and similar ones, and the lines `KEY=value` of `files`.
 
     Raises ValueError for another line.
     """

@@ -75,7 +75,7 @@ def _cache_rows(
 def _kernel_for(
     target: Machine, M: int, width: int, dtype: torch.dtype, K: int, D: int, stride_block: int, half: int, eps: float
 ) -> tuple[Bound, Memory]:
-    """With the memory of the queries. width, dtype: of the rows; stride_block: of the keys."""
+    """With the memory of the queries. width, dtype: the rows'. stride_block: the keys'."""
     H = width // D - 2 * K
     bound = bind(
         _cache_rows, stride_block, half, eps, grid=(M, H + 2 * K), H=H, K=K, D=D, BLOCK_D=next_power_of_2(D), num_warps=1,

@@ -171,7 +171,7 @@ def _reduce_partials(
 
 @kept
 def _forward_for(target: Machine, shape: torch.Size, dtype: torch.dtype, eps: float) -> tuple[Bound, Memory, Memory]:
-    """With the memory of out and of a statistic. shape, dtype: of x."""
+    """With the memory of out and of a statistic. shape, dtype: x's."""
     M, N = math.prod(shape[:-1]), shape[-1]
     config = LaunchConfig.for_features(N, warp_size=target.warp_size)
     bound = bind(

@@ -97,7 +97,7 @@ class _Gradients:
         self.d_weight = torch.zeros_like(weight, dtype=compute_dtype(x))
 
     def add(self, cut: slice, *, logits: Tensor, target: Tensor, d_logprob: Tensor) -> None:
-        """logits, target, d_logprob: of the tokens `cut`, [n, V], [n], [n]."""
+        """Adds the gradients of the tokens `cut`. logits: [n, V]. target, d_logprob: [n]."""
         g = _chosen_backward(logits, target, d_logprob if self._temperature == 1.0 else d_logprob / self._temperature)
         g = operand(g.to(self._x.dtype))
         multiply(g, self._weight, out=self.d_x[cut])

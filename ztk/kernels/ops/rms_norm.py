@@ -107,7 +107,7 @@ def _rms_norm_bwd(
 
 @kept
 def _forward_for(target: Machine, shape: torch.Size, dtype: torch.dtype, eps: float) -> tuple[Bound, Memory, Memory]:
-    """With the memory of y and of rstd. shape, dtype: of x."""
+    """With the memory of y and of rstd. shape, dtype: x's."""
     M, N = math.prod(shape[:-1]), shape[-1]
     launch = row_launch(N, warp_size=target.warp_size)
     bound = bind(

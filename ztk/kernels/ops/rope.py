@@ -72,7 +72,7 @@ def _rope(
 def _kernel_for(
     target: Machine, shape: torch.Size, strides: tuple[int, ...], table: torch.Size, interleaved: bool, inverse: bool
 ) -> Bound:
-    """shape, strides: of x; table: the shape of cos."""
+    """shape, strides: x's. table: the shape of cos."""
     (B, T, H, D), half = shape, table[-1]
     M, block_half = B * T * H, next_power_of_2(half)
     block_m = max(1, PER_THREAD * target.warp_size * NUM_WARPS // (2 * block_half))

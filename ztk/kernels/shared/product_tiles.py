@@ -51,9 +51,11 @@ class LaunchConfig:
 
     @staticmethod
     def for_weight(N: int, *, itemsize: int, target: Machine, groups: int = 1) -> "LaunchConfig":
-        """itemsize: bytes of an element of x; groups: of programs for all outputs, such as experts. As many outputs per
-        program as leave programs for three of four processors. Programs for less than two rounds of processors load further ahead, which
-        changes no bit."""
+        """itemsize: bytes of an element of x; groups: how many times the programs cover all outputs, such as once per expert.
+
+        A program has as many outputs as leave programs for three of four processors. Programs for less than two rounds of processors load
+        further ahead, which changes no bit.
+        """
         block_n = 128
         while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
             block_n //= 2

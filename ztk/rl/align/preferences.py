@@ -1,4 +1,4 @@
-"""Losses over preferences: of reward models over pairs of sequences, of direct preference optimisation over log-probabilities of chosen and
+"""Losses over preferences: for reward models over pairs of sequences, for direct preference optimisation over log-probabilities of chosen and
 rejected answers, and of Kahneman-Tversky optimisation over single answers with labels.
 
 Losses have the dtype of the log-probabilities. Losses of reward models are float32, or float64 for float64 values.

@@ -16,7 +16,7 @@ from ztk.rl.align.sequences import segment_sums
 class PolicyLoss:
     """See `policy_loss`. ratio: token, sequence. form: clipped, cispo. average: sequence, tokens, constant.
 
-    kl_coef, kl_estimator: of a divergence in the loss; 0 disables it. dual_clip: disabled by default.
+    kl_coef, kl_estimator: weight and estimator of a divergence in the loss; a weight of 0 disables it. dual_clip: disabled by default.
     """
 
     ratio: str = "token"

@@ -22,7 +22,7 @@ class Piece:
         `StateFormat` lays them out. None if the bucket is frozen.
     gradient: the reduced gradient, if gradients are sharded. parameter: the parameter shard, if parameters are sharded.
     average: the weights' average, fp32, if it is stored on another tier than the states.
-    moments: layout of Muon's states, and momentum: of its matrices, fp32. None if the piece has no matrices, and all elements have all
+    moments: layout of Muon's states. momentum: its matrices' momentum in fp32. None if the piece has no matrices, and all elements have all
     rows.
     """
 

@@ -97,7 +97,7 @@ class StateOffloader:
         self.absent = frozenset()
 
     def free_buffers(self) -> None:
-        """Frees the memory of unused buffers: of gathered parameters that are not pinned, and of unreduced gradients."""
+        """Frees the buffers of gathered parameters that are not pinned, and of unreduced gradients."""
         self._gathering.reshard_all()
         self._update.finish()  # its thread uses one of the pools
         for pool in (self._gathered, self._reduction.pool, *self._update.pools):

@@ -245,7 +245,7 @@ class CutMatrices:
         return name in self._parts[0]
 
     def planned(self, name: str, *, shape: Sequence[int]) -> tuple[int, int]:
-        """(elements, FLOPs) of a rank's part of `shape`: of the largest part and an equal share, so that all ranks plan alike."""
+        """Returns (elements, FLOPs) of a rank's part of `shape`, for the largest part and an equal share, so that all ranks plan alike."""
         if not self.is_cut(name):
             return prod(shape), self._muon.flops(shape)
         parts = [own[name] for own in self._parts]

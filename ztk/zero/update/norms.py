@@ -1,4 +1,4 @@
-"""LAMB's norms: of every parameter's weights and of its update, over the shards that hold it.
+"""Computes LAMB's norms of every parameter's weights and update, over the shards that hold it.
 
 They are computed before the update over pieces, in the training thread, because this communicates. Every rank updates the averages of its
 ranges, in the store, and adds up squares; the ranks exchange two numbers per parameter. The update over pieces computes the same direction
