@@ -52,6 +52,22 @@ def test_faults_name_the_fix(monkeypatch, tmp_path):
     assert "[WARNING] /dev/shm is small" in text and "--run_ops runs each of them once" in text
 
 
+def test_a_gpu_that_torch_does_not_find_and_a_full_disk_are_named_with_the_fix(monkeypatch, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machine, "_GPU_FILES", (str(tmp_path / "nvidia0"),))
+    monkeypatch.setattr(machine, "_LITTLE_DISK", 2**60)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "version", {"torch": torch.__version__}.get)
+    for built, fix in ((None, "install torch for it"), ("13.0", "unset CUDA_VISIBLE_DEVICES")):
+        monkeypatch.setattr(torch.version, "cuda", built)
+        text = render(describe_machine(folder=tmp_path, runs_ops=False))
+        assert f"nvidia0 exists, and torch finds no GPU: {fix}" in text.replace(
+            "see whether nvidia-smi or rocm-smi lists it, and ", ""
+        )
+        assert "16 bytes per parameter" in text and 'not installed; pip install "ztk[hf]"' in text
+        assert text.splitlines()[-1] == f"{text.count('[WARNING]') - 1} to fix, see [WARNING] above"
+
+
 def test_what_a_cluster_lacks_is_named_with_the_fix(monkeypatch, tmp_path):
     def unknown(name):
         raise socket.gaierror("no address")
@@ -76,7 +92,10 @@ def test_a_version_that_was_not_tested_is_shown(monkeypatch, tmp_path):
     (tmp_path / "tested").write_text("# set\neinops==0.0.1\ntorch==" + torch.__version__.partition("+")[0])
     monkeypatch.setattr(machine, "_TESTED", tmp_path / "tested")
     found = rows(describe_machine(folder=tmp_path, runs_ops=False))
-    assert found["einops"].endswith("; the tests run with 0.0.1") and found["torch"] == torch.__version__
+    assert (
+        "; the tests run with 0.0.1: pip install einops==0.0.1" in found["einops"]
+        and found["torch"] == torch.__version__
+    )
 
 
 def test_a_launcher_whose_ranks_fail_is_named_with_its_last_line(monkeypatch, tmp_path, capsys):

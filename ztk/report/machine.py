@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,9 @@ _PACKAGES = (
     *("ztk", "torch", "triton", "numpy", "safetensors", "einops", "hydra-core", "wandb", "tensorboard"),
     *("transformers", "accelerate", "peft", "trl"),
 )
+_EXTRAS = {"tensorboard": "tensorboard"} | dict.fromkeys(("transformers", "accelerate", "peft", "trl"), "hf")
+_GPU_FILES = ("/dev/nvidia0", "/dev/kfd")  # of the drivers of NVIDIA and AMD
+_LITTLE_DISK = 10**10
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 512 * 2**20
 _TESTED = Path(__file__).parents[2] / "constraints.txt"  # in a checkout
@@ -61,14 +64,18 @@ def describe_machine(*, folder: str | os.PathLike, runs_ops: bool, runs: bool = 
     return [*sections, _processes(), _launchers(runs=runs)]
 
 
-def render(sections: Iterable[Section]) -> str:
+def render(sections: Sequence[Section]) -> str:
     """Formats sections like ds_report: a title, then `name ...... value`."""
     lines = []
     for section in sections:
         lines += ["-" * 80, section.title, "-" * 80]
         lines += [f"{name} {'.' * max(2, 28 - len(name))} {value}" for name, value in section.rows]
         lines += [f"[WARNING] {fault}" for fault in section.faults]
-    return "\n".join([*lines, "-" * 80])
+    return "\n".join([*lines, "-" * 80, _count(sum(len(section.faults) for section in sections))])
+
+
+def _count(faults: int) -> str:
+    return f"{faults} to fix, see [WARNING] above" if faults else "nothing to fix"
 
 
 def _versions() -> Section:
@@ -78,9 +85,12 @@ def _versions() -> Section:
         own = version(package)
         other = tested.get(package, own)
         differs = own is not None and own.partition("+")[0] != (other or "").partition("+")[0]
-        rows.append(
-            (package, "not installed" if own is None else f"{own}; the tests run with {other}" if differs else own)
-        )
+        if own is None:
+            extra = _EXTRAS.get(package)
+            rows.append((package, f'not installed; pip install "ztk[{extra}]"' if extra else "not installed"))
+        else:
+            advice = f"; the tests run with {other}: pip install {package}=={other} if something fails"
+            rows.append((package, own + advice * differs))
     rows += [("ztk lies in", str(Path(__file__).parents[1])), ("torch lies in", str(Path(torch.__file__).parent))]
     other = _deepspeed()
     rows.append(("the name deepspeed", other))
@@ -113,7 +123,14 @@ def _devices() -> Section:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         rows.append(("GPU", "none" if built else "none: this torch is built for CPUs only"))
-        return Section(title="Devices", rows=tuple(rows))
+        if driver := next(filter(os.path.exists, _GPU_FILES), None):
+            how = (
+                "see whether nvidia-smi or rocm-smi lists it, and unset CUDA_VISIBLE_DEVICES"
+                if built
+                else "install torch for it, see pytorch.org/get-started"
+            )
+            faults.append(f"{driver} exists, and torch finds no GPU: {how}")
+        return Section(title="Devices", rows=tuple(rows), faults=tuple(faults))
     rows.append(("CUDA of torch", str(torch.version.cuda or torch.version.hip)))
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
@@ -158,6 +175,10 @@ def _communication() -> Section:
         ("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "no"),
     ]
     name, faults = socket.gethostname(), []
+    if not dist.is_gloo_available():
+        faults.append("this torch has no gloo, by which CPU ranks communicate: install torch from PyPI or pytorch.org")
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        faults.append("this torch has no NCCL, by which GPUs communicate: install torch from PyPI or pytorch.org")
     try:
         rows.append(("address of this host", f"{name}, {socket.gethostbyname(name)}"))
     except OSError:
@@ -190,7 +211,13 @@ def _communication() -> Section:
 
 def _storage(folder: str | os.PathLike, *, measures: bool) -> Section:
     path, faults = Path(folder).resolve(), []
-    rows = [("folder", str(path)), ("free on its disk", format_bytes(shutil.disk_usage(path).free))]
+    free = shutil.disk_usage(path).free
+    rows = [("folder", str(path)), ("free on its disk", format_bytes(free))]
+    if free < _LITTLE_DISK:
+        faults.append(
+            f"{path} has {format_bytes(free)} free, and a model with its AdamW states takes 16 bytes per parameter: free some, or choose "
+            "another disk by hydra.run.dir and offload.nvme_path"
+        )
     try:
         kind = probe_folder(path, direct=True).kind or "its filesystem"
         rows.append(("asynchronous direct I/O", f"yes, on {kind}: offload_optimizer.device=nvme may use it"))
