@@ -88,7 +88,7 @@ class Runs(NamedTuple):
         return f"{self.table.to_string(line_width=width, max_rows=60)}\n{self._rest()}"
 
     def _repr_html_(self) -> str:
-        return f"{self.table._repr_html_()}<p>{html.escape(self._rest())}</p>"
+        return f"{self.table.to_html(max_rows=60)}<p>{html.escape(self._rest())}</p>"
 
     def _rest(self) -> str:
         return f"{self.folder}: all {self.runs.shape[1]} columns are in .runs, {len(self.history)} logged steps in .history"
