@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,8 @@ class Torch:
         self.model(tokens, tokens).backward()
         self.optimizer.step()  # the moments exist from the first step on
         self.optimizer.zero_grad()
-        self.folder, self.group, self.pending = folder, dist.new_group(backend="gloo"), None
+        self.folder, self.group = folder, dist.new_group(backend="gloo")
+        self.pending: Any = None
 
     def _state(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)

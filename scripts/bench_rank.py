@@ -144,7 +144,11 @@ def build(task: Task, *, process: Process) -> Loop:
         return deepspeed(task, stage=int(name[-1]), tier=tier or "none")
     if name == "zro":
         return zero_redundancy(task)
-    common = {"process": process, "optimizer": OPTIMIZER, "precision": PrecisionPolicy(dtype=DTYPES[task.dtype])}
+    common: dict[str, Any] = {
+        "process": process,
+        "optimizer": OPTIMIZER,
+        "precision": PrecisionPolicy(dtype=DTYPES[task.dtype]),
+    }
     if is_plain(task):
         model = full_model(task)
     else:
@@ -260,7 +264,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Loop:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    zero = {"stage": stage}
+    zero: dict[str, Any] = {"stage": stage}
     if tier != "none":
         target = {"device": tier, "nvme_path": task.nvme_path} if tier == "nvme" else {"device": tier}
         zero["offload_optimizer"] = target

@@ -44,7 +44,7 @@ def build(source: Path, *, folder: Path, quick: bool) -> str | None:
     from nbclient.exceptions import CellExecutionError
     from nbconvert import HTMLExporter
 
-    notebook: nbformat.NotebookNode = jupytext.read(source)
+    notebook: Any = jupytext.read(source)
     paths = [str(ROOT), str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {
         "ZTK_NOTEBOOKS": "quick" if quick else "full",

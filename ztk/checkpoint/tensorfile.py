@@ -54,7 +54,7 @@ class TensorFileWriter:
         self._written = dict.fromkeys(offsets, 0)
         self._checksums = {key: BlockChecksums() for key in offsets}
         self.nbytes = len(header) + sum(spec.nbytes for spec in ordered)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_at(self._fd, data=memoryview(header), offset=0, path=path)
         except OSError:

@@ -41,7 +41,8 @@ class ItemStream(Stream):
         self._count = 0 if self._is_iterable else len(dataset)
         if not self._is_iterable and not self._count:
             raise ValueError(f"data: {type(dataset).__name__} has no items")
-        self._epoch, self._order = -1, None
+        self._epoch = -1
+        self._order: Permutation | None = None
         self._iterator: Iterator[Any] = iter(())
         self._next = 0  # position of the iterator's next item
         self._passes = 0  # over an IterableDataset, since position 0

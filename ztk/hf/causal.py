@@ -191,6 +191,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
+    # pyrefly: ignore[bad-assignment]  # torch's method, wrapped
     nn.Module.register_parameter = register_parameter
     try:
         yield

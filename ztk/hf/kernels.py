@@ -92,6 +92,7 @@ def _root_mean_square(module: nn.Module, *, tried: dict) -> tuple[str, Forward] 
     key = type(module), f"rms_norm {eps}"
     if key not in tried:
         twin = _twin(module, parameters={"weight": 1 + 0.3 * _numbers(_WIDTH)})
+        # pyrefly: ignore[bad-assignment]  # without residual the result is one tensor
         tried[key] = _first_equal(twin, {rms_norm: lambda x: rms_norm(x, twin.weight, eps=eps)})
     if tried[key] is None:
         return None

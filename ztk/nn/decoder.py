@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self.loss = LanguageLoss()
+        self.loss: nn.Module = LanguageLoss()
         if not weight.is_meta:
             # torch's default of 1.0 is too large for a tied head
             nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)

@@ -154,7 +154,7 @@ def step_alone(
     changed, except by a class that changes an object held in an attribute, and its hooks are not called. cls: class of the temporary
     object. Defaults to the optimizer's.
     """
-    alone = object.__new__(cls or type(optimizer))
+    alone: Any = object.__new__(cls or type(optimizer))
     alone.__dict__.update(optimizer.__dict__)
     alone.__dict__.pop("step", None)  # a scheduler wraps the object's method to detect calls
     alone._optimizer_step_pre_hooks, alone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -84,7 +84,7 @@ def _message(message: object, *, number: int) -> dict[str, Any]:
         raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
     if content is None and calls:
         content = ""
-    read = {
+    read: dict[str, Any] = {
         "role": message["role"],
         "content": joined_text(content, name=f"messages[{number}].content", kinds=("text",)),
     }

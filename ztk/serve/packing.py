@@ -83,7 +83,12 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False, calibrati
             )
         subject = describe(source.module)
         key = _key(folder, weights=weights, ema=ema, calibration=calibration)
-        options = {"weights": weights, "key": key, "extra": {"name": source.name}, "extra_files": source.text}
+        options: dict[str, Any] = {
+            "weights": weights,
+            "key": key,
+            "extra": {"name": source.name},
+            "extra_files": source.text,
+        }
         if calibration is not None:
             for fault in calibration_faults(weights, adapters=None):
                 raise ValueError(fault)

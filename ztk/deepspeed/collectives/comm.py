@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Configures the log. Arguments of None leave a switch unchanged. deepspeed_config: a configuration with a section `comms_logger`."""
-    given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+    given: dict[str, Any] = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
     if prof_ops is not None:
         given["prof_ops"] = tuple(prof_ops)
     if deepspeed_config is not None:

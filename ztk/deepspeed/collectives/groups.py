@@ -159,6 +159,7 @@ def _clone_world_group() -> dist.ProcessGroup:
     _need_ranks()
     _forget_another_world()
     if _clone is None:
+        # pyrefly: ignore[bad-assignment]  # a number only for ranks outside of the group
         _clone = dist.new_group(list(range(dist.get_world_size())))
     return _clone
 

@@ -68,7 +68,8 @@ class DeepSpeedEngine(Getters, Saving, OverModule):
         super().__init__()
         self.module = engine.module
         self.engine, self.settings, self.optimizer = engine, builder.settings, optimizer
-        self.lr_scheduler, self.training_dataloader, self.collate_fn = lr_scheduler, None, collate_fn
+        self.lr_scheduler, self.collate_fn = lr_scheduler, collate_fn
+        self.training_dataloader: Any = None
         self._builder = builder
         self._states = optimizer.moving if optimizer else StateOffload(engine, policy=self.settings.offload)
         self.micro_steps = 0

@@ -29,7 +29,7 @@ from ztk.core.policies.records import replace_file
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.engine.offloading import StateOffload
-from ztk.deepspeed.engine.owners import Owner, owner_of
+from ztk.deepspeed.engine.owners import owner_of
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.zero.gathered import GatheredParameters
 from ztk.train.engine import Engine
@@ -149,6 +149,7 @@ class Saving:
         report = checkpoint.load(engine, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
         if custom_load_fn is not None:
             full = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
+            # pyrefly: ignore[bad-assignment]  # lazy tensors are read by the function
             self.load_module_state_dict({"module": full}, custom_load_fn=custom_load_fn)
         state: dict[str, Any] = dict.fromkeys(("lr_scheduler", "param_groups", "global_samples"))
         state["client_state"] = {}
@@ -283,7 +284,8 @@ def _own_part(engine: Engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str,
     """Returns `state` reduced to this rank's parts of full parameters, and a list of errors."""
     own, errors = dict(state), []
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        owner: Owner = owner_of(parameter)
+        owner = owner_of(parameter)
+        assert owner is not None, "the engine owns every parameter of its module"
         part = engine.zero.state.part_of(owner.name, bucket=owner.bucket)
         if name not in own or part.is_full:
             continue

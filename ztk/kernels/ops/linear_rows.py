@@ -250,11 +250,11 @@ def _cpu(
     bias2: Tensor | None, residual: Tensor | None, offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str,
     exact: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
-    weights, scales, biases = _given(weight, weight2), _given(scales, scales2), _given(bias, bias2)
+    weights, all_scales, biases = _given(weight, weight2), _given(scales, scales2), _given(bias, bias2)
     rows = (x if order is None else x.index_select(0, order // top_k)).float()
     K, products = x.shape[1], []
     for number, full in enumerate(weights):
-        scale = scales[number] if scales else None
+        scale = all_scales[number] if all_scales else None
         if offsets is None:
             product = times_rows(rows, widen(full, scales=scale, columns=K))
         else:

@@ -185,7 +185,7 @@ def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     # Through u = d_y * x: mean(d_y * weight * x) is the matrix-vector product u @ weight, d_weight is rstd @ u.
     (M, N), shape = rows_of(x), x.shape
-    d_y, x, d_sum = (None if t is None else t.view(M, N) for t in (d_y, x, d_sum))
+    d_y, x, d_sum = d_y.view(M, N), x.view(M, N), None if d_sum is None else d_sum.view(M, N)
     d_x = torch.empty_like(x)
     weight32 = weight.float()
     d_weight = torch.zeros(N, dtype=torch.float32, device="cpu")

@@ -51,7 +51,8 @@ class _Call:
     def __init__(self, update: Callable[[slice], None], *, cuts: Iterator[slice], workers: int) -> None:
         self._update, self._cuts, self._workers, self._lock = update, cuts, workers, threading.Lock()
         self._is_inference = torch.is_inference_mode_enabled()
-        self.ended, self.error = threading.Event(), None
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         """Updates parts until none is left."""

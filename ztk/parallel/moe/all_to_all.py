@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ztk.core.runtime import Comm
+from ztk.core.runtime.comm import Work
 from ztk.kernels.launch.functions import OnceFunction
 
 
@@ -19,7 +20,9 @@ class AsyncAllToAll:
     def __init__(self, comm: Comm, *, send: Sequence[int], receive: Sequence[int], label: str) -> None:
         self.send, self.receive = tuple(send), tuple(receive)
         self._comm, self._label = comm, label
-        self._work = self._source = self._back = None
+        self._work: Work | None = None
+        self._source: Tensor | None = None
+        self._back: tuple[AsyncAllToAll, Tensor] | None = None
 
     def start(self, rows: Tensor, *, anchor: Tensor | None = None) -> Tensor:
         """Starts sending rows [sum(send), C]; returns [sum(receive), C], not to be read before `wait`.

@@ -87,6 +87,7 @@ def shard_experts(
     cut_along = mesh.comm("tp") if tokens_cut_along_tp and mesh.comm("tp").size > 1 else None
     for layer in layers:
         if isinstance(layer.module, SparseMLP) and (mesh.comm("data").size > 1 or cut_along is not None):
+            # pyrefly: ignore[bad-assignment]  # its results are frozen, which a protocol's fields are not
             layer.module.exchange = ExpertExchange(mesh, label=layer.name, cut_along=cut_along)
             layer.module.losses.summed_over = 1 if cut_along is None else cut_along.size
     return parts

@@ -64,7 +64,8 @@ class Entrance:
         self._users = 0  # layers that use the activation
         self._is_for_products = True  # whether only products use it
         self._attached = 0  # layers that hand over their gradient
-        self._parts, self._sum = 0, None  # handed over in this backward
+        self._parts = 0  # handed over in this backward
+        self._sum: Tensor | None = None
         self._started: Started | None = None
 
     def open(self, x: Tensor) -> Tensor:

@@ -113,8 +113,10 @@ class _Construction:
 
         for cls in _subclasses(nn.Module):
             wrap(cls)
+        # pyrefly: ignore[bad-assignment]  # torch's methods, wrapped
         nn.Module.__init_subclass__ = classmethod(init_subclass)
         make_parameter = nn.Parameter.__new__
+        # pyrefly: ignore[bad-assignment]  # as above
         nn.Parameter.__new__ = staticmethod(functools.partial(self._make_parameter, make_parameter))
         try:
             yield

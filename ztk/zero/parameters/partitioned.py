@@ -73,7 +73,8 @@ class PartitionedParameter:
         """Shards rank 0's values and frees the parameter's own memory."""
         self.init_context, self.number = init_context, next(_numbers)
         self.built_on, self.pins, self.is_full = parameter.device, 0, True
-        self._parameter, self._stored = weakref.ref(parameter), None
+        self._parameter = weakref.ref(parameter)
+        self._stored: Slot | None = None
         init_context.num_slices += 1
         self._remove = weakref.finalize(parameter, init_context.remove, 1)  # it may die before an engine takes it over
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__

@@ -94,7 +94,7 @@ class PeerEngine(BatchEngine):
             return False
         if self.before_update is not None:
             self.before_update()
-        self._lr = self._schedule.get_last_lr()[0]
+        self._lr = float(self._schedule.get_last_lr()[0])
         with self.clock.phase("optimizer"):
             self._skipped = not self._update()
         self._skipped_total += self._skipped
