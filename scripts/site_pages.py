@@ -47,8 +47,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Shows the drawing in place of a Mermaid diagram, which would be drawn by a program from the network, and links to the front page in place
-    of README.md.
+    """Shows the drawing in place of a Mermaid diagram, which would be drawn by a program from the network.
+
+    Links to README.md, to a package and to conf/config.yaml, which work in a checkout, become links to the front page and to the reference.
     """
     up = "../" * page.file.src_uri.count("/")
 
@@ -58,7 +59,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise PluginError(f"{page.file.src_uri}: a diagram is not drawn: run python scripts/draw_diagrams.py")
         return f"![Diagram]({up}{name})"
 
-    return DIAGRAM.sub(shown, markdown).replace(f"]({up}../README.md", f"]({up}{FRONT}")
+    def package(found: re.Match) -> str:
+        return f"]({up}{PACKAGES.format(found[1].replace('/', '.'))})"
+
+    text = DIAGRAM.sub(shown, markdown).replace(f"]({up}../README.md", f"]({up}{FRONT}")
+    text = text.replace(f"]({up}../conf/config.yaml)", f"]({up}{CONFIGURATION})")
+    return re.sub(rf"\]\({up}\.\./ztk/([\w/]+)/__init__\.py\)", package, text)
 
 
 def front_page() -> str:
