@@ -12,6 +12,8 @@ import pytest
 
 from tests.commands import run_command
 from ztk.core.launch.slurm import SlurmJob
+from ztk.report.folder import write_failed_summary
+from ztk.report.status import Status
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "job.sbatch"
 RUN = ("launch=slurm", "model=nano", "data=synthetic", "precision=fp32", "logger=disabled", "train.steps=3")
@@ -46,9 +48,12 @@ def calls(slurm: Path) -> list[str]:
     return (slurm / "calls").read_text().splitlines()
 
 
-def run_job(script: Path, *, code: int, slurm: Path, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def run_job(
+    script: Path, *, code: int, slurm: Path, restarts: int = 0, task: int = 0
+) -> subprocess.CompletedProcess[str]:
     (slurm / "code").write_text(str(code))
-    environment = os.environ | {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts)}
+    own = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts), "SLURM_ARRAY_TASK_ID": str(task)}
+    environment = os.environ | own
     return subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=False)
 
 
@@ -115,6 +120,14 @@ def test_a_refusal_of_slurm_is_shown(slurm, tmp_path):
         (("launch=local", "launch.nodes=2"), "only with launch=slurm"),
         (("launch=local", "--dry-run"), "only with launch=slurm"),
         (("train.steps=0.5",), "train.steps"),
+        (
+            ("-m", "sweep.launcher=slurm", "train.seed=1,2"),
+            "sweep.launcher=slurm: is launch=slurm, and launch=slurm is given",
+        ),
+        (
+            ("-m", "launch=local", "sweep.parallel=2", "train.seed=1,2"),
+            "only with sweep.launcher=slurm and sweep.launcher=ray",
+        ),
     ],
 )
 def test_a_fault_is_found_before_the_job_waits(words, reason, slurm, tmp_path):
@@ -132,15 +145,54 @@ def test_a_machine_without_gpus_submits_a_run_on_gpus(slurm, tmp_path):
     assert "submitted job 4711 of 16 ranks" in done.stderr
 
 
-def test_points_of_a_sweep_are_jobs(slurm, tmp_path):
-    folder = tmp_path / "sweep"
-    done = submit("-m", "zero=stage1,stage3", "launch.nodes=2", f"hydra.sweep.dir={folder}", cwd=tmp_path / "here")
+def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
+    """The array's shell starts the point of its number. `sweep.resume` submits the points that have neither a result nor a job in the queue."""
+    folder, here = tmp_path / "sweep", tmp_path / "here"
+    words = ("-m", "zero=stage1,stage2,stage3", "launch.nodes=2", "sweep.parallel=2", f"hydra.sweep.dir={folder}")
+    done = submit(*words, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
-    scripts = sorted(call.removeprefix("sbatch --parsable ") for call in calls(slurm))
-    assert scripts == sorted(map(str, folder.glob("*/job.sbatch")))
-    stages = {stage for stage in (1, 3) for script in scripts if f" zero=stage{stage} " in Path(script).read_text()}
-    assert stages == {1, 3}
-    assert "submitted" in done.stdout
+    script = folder / "job.sbatch"
+    assert calls(slurm) == [f"sbatch --parsable {script}"]
+    assert "#SBATCH --array=0,1,2%2\n#SBATCH --signal=USR1@300\n" in script.read_text()
+    assert f"#SBATCH --output={folder}/slurm-%A_%a.log" in script.read_text()
+    assert done.stdout.count("submitted") == 3
+    points = [folder / job["folder"] for job in json.loads((folder / "sweep.json").read_text())["jobs"]]
+    assert [json.loads((point / "slurm.json").read_text())["job"] for point in points] == ["4711_0", "4711_1", "4711_2"]
+    run_job(script, code=143, slurm=slurm, task=2)
+    started, requeued = calls(slurm)[1:]
+    assert " zero=stage3 " in started
+    assert started.endswith(f" launch=local launch.ranks=2 hydra.run.dir='{points[2]}'")
+    assert requeued == "scontrol requeue 4711"  # SLURM_JOB_ID of this job alone
+    (slurm / "calls").unlink()
+    write_failed_summary(points[0], error="boom", status=Status.failed)
+    (slurm / "squeue").write_text('#!/bin/sh\ncase "$*" in *4711_1*) echo PENDING ;; esac\n')
+    resumed = run_command(f"sweep.resume={folder}", cwd=here)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"{points[1]}: job 4711_1 is PENDING, skipped" in resumed.stderr
+    assert calls(slurm) == [f"sbatch --parsable {script}"]
+    assert "#SBATCH --array=0,2\n" in script.read_text()
+    assert "stage2" not in script.read_text()
+
+
+def test_points_with_other_resources_are_an_array_of_their_own(slurm, tmp_path):
+    folder = tmp_path / "sweep"
+    done = submit("-m", "launch.nodes=1,2", "zero=stage1,stage3", f"hydra.sweep.dir={folder}", cwd=tmp_path / "here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    scripts = [Path(call.removeprefix("sbatch --parsable ")) for call in calls(slurm)]
+    assert scripts == [folder / "job.sbatch", folder / "job1.sbatch"]
+    assert [f"--nodes={count}" in script.read_text() for count, script in enumerate(scripts, start=1)] == [True] * 2
+    assert ["--array=0,1\n" in scripts[0].read_text(), "--array=2,3\n" in scripts[1].read_text()] == [True] * 2
+
+
+def test_a_dry_run_of_a_sweep_prints_the_array_and_leaves_nothing(slurm, tmp_path):
+    folder = tmp_path / "sweep"
+    line = ("-m", "zero=stage1,stage3", "sweep.launcher=slurm", "--dry-run", f"hydra.sweep.dir={folder}")
+    (tmp_path / "here").mkdir()
+    done = run_command(*RUN[1:], *line, cwd=tmp_path / "here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("#!/bin/bash\n#SBATCH --job-name=ztk-sweep\n#SBATCH --array=0,1\n") == 1
+    assert not folder.exists()
+    assert not (slurm / "calls").exists()
 
 
 @pytest.fixture(params=["own", "example"])
@@ -149,6 +201,7 @@ def script(request, tmp_path) -> Path:
         return EXAMPLE
     job = SlurmJob(
         command=["true"],
+        name="job",
         options=[],
         cpus_per_task=None,
         setup=[],

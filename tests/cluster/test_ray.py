@@ -148,11 +148,21 @@ def test_failures_start_the_ranks_again(tmp_path, cluster):
     ]
 
 
+def test_ray_train_gets_rows_of_metrics(tmp_path, cluster):
+    folder, reports = tmp_path / "run", tmp_path / "reports"
+    own = {"RAY_TRAIN_CALLBACKS": "tests.cluster.reports.Reports", "RAY_TRAIN_REPORTS": str(reports)}
+    process = start("launch=ray", "train.steps=30", folder=folder, cluster=cluster | own)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(reports.read_text().splitlines()[-1]) == [last, {}]
+
+
 def test_points_of_a_sweep_run_at_once(tmp_path, cluster):
     """Four points of one core each on two cores: two wait until others end."""
     folder = tmp_path / "sweep"
     pause = ("callbacks.pause._target_=tests.cluster.pause.Pause", "callbacks.pause.seconds=0.1")
-    words = ("launch=ray", "train.steps=100", "optimizer.lr=1e-3,2e-3", "train.seed=0,1", *pause)
+    words = ("sweep.launcher=ray", "train.steps=100", "optimizer.lr=1e-3,2e-3", "train.seed=0,1", *pause)
     process = start(*words, folder=folder, cluster=cluster, ranks=1, sweep=True)
     end, most = time.monotonic() + 300, 0
     while process.poll() is None:

@@ -167,21 +167,64 @@ def test_a_folder_has_one_job(cluster, tmp_path):
     cluster.run("scancel", job)
 
 
-def test_points_of_a_sweep_are_jobs(cluster, tmp_path):
-    folder = tmp_path / "sweep"
-    grid = ("-m", "zero=stage1,stage3", "launch=slurm", "launch.nodes=2", "train.steps=20", f"hydra.sweep.dir={folder}")
-    words = [word for word in RUN if word not in ("zero=stage1", "train.micro_batch_size=2")]
-    words.append("train.micro_batch_size=4")  # with several micro-batches the stages add in other orders
-    started = cluster.run(sys.executable, str(ROOT / "run.py"), *grid, *words, cwd=tmp_path)
+def sweep(*words: str, folder: Path, cluster: Cluster, place: Path) -> list[str]:
+    """Submits two points and returns their jobs, which are those of one array."""
+    line = ("-m", "zero=stage1,stage3", "sweep.launcher=slurm", *words, f"hydra.sweep.dir={folder}")
+    own = [word for word in RUN if word not in ("zero=stage1", "train.micro_batch_size=2")]
+    own.append("train.micro_batch_size=4")  # with several micro-batches the stages add in other orders
+    started = cluster.run(sys.executable, str(ROOT / "run.py"), *line, *own, cwd=place)
     assert started.returncode == 0, started.stderr
-    places = [path.parent for path in folder.glob("*/slurm.json")]
-    assert len(places) == 2, started.stderr
-    jobs = [json.loads((place / "slurm.json").read_text())["job"] for place in places]
-    assert [cluster.wait_for_end(job, seconds=100) for job in jobs] == ["COMPLETED"] * 2
-    assert len({summary(place)["loss_digest"] for place in places}) == 1
-    resumed = cluster.run(sys.executable, str(ROOT / "run.py"), f"sweep.resume={folder}", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "submitted" not in resumed.stderr
+    jobs = [json.loads((point / "slurm.json").read_text())["job"] for point in points_of(folder)]
+    number = jobs[0].partition("_")[0]
+    assert jobs == [f"{number}_0", f"{number}_1"]
+    assert f"submitted job {number}, an array of 2 runs" in started.stderr
+    return jobs
+
+
+def points_of(folder: Path) -> list[Path]:
+    return [folder / job["folder"] for job in json.loads((folder / "sweep.json").read_text())["jobs"]]
+
+
+def resume(folder: Path, *, cluster: Cluster, place: Path) -> str:
+    command = (sys.executable, str(ROOT / "run.py"), f"sweep.resume={folder}", "trust=true")
+    return cluster.run(*command, cwd=place).stderr
+
+
+def test_points_of_a_sweep_are_an_array(cluster, tmp_path):
+    folder = tmp_path / "sweep"
+    jobs = sweep("launch.nodes=2", "train.steps=20", folder=folder, cluster=cluster, place=tmp_path)
+    assert [cluster.wait_for_end(job, seconds=200) for job in jobs] == ["COMPLETED"] * 2, log_of(folder)
+    assert len({summary(point)["loss_digest"] for point in points_of(folder)}) == 1
+    assert "submitted" not in resume(folder, cluster=cluster, place=tmp_path)
+
+
+def test_a_job_of_an_array_requeues_itself_alone(cluster, tmp_path):
+    """Two points, one at a time. The first one gets the signal of its time limit and goes into the queue again; the second one is cancelled,
+    and `sweep.resume` submits it alone.
+    """
+    folder = tmp_path / "sweep"
+    words = ("launch.ranks_per_node=2", f"train.steps={STEPS}", "sweep.parallel=1", *pause(0.1, place=tmp_path))
+    jobs = sweep(*words, folder=folder, cluster=cluster, place=tmp_path)
+    first, second = points_of(folder)
+    wait_for_steps(first, steps=5, job=jobs[0], cluster=cluster)
+    assert cluster.state(jobs[1]) == "PENDING"
+    cluster.run("scancel", "--signal=USR1", jobs[0])
+    wait_for_steps(second, steps=5, job=jobs[1], cluster=cluster)
+    saved = steps_in(first)
+    assert 5 <= saved < STEPS, log_of(folder)
+    cluster.run("scancel", jobs[1])
+    assert cluster.wait_for_end(jobs[1], seconds=100) == "CANCELLED", log_of(folder)
+    cluster.start_again(jobs[0])
+    said = resume(folder, cluster=cluster, place=tmp_path)
+    assert f"{first}: " in said
+    assert "an array of 1 runs" in said
+    again = json.loads((second / "slurm.json").read_text())["job"]
+    assert again.endswith("_1")
+    assert again != jobs[1]
+    assert [cluster.wait_for_end(job, seconds=200) for job in (jobs[0], again)] == ["COMPLETED"] * 2, log_of(folder)
+    assert (cluster.restarts(jobs[0]), cluster.restarts(again)) == (1, 0)
+    assert f"continues after step {saved}" in (folder / f"slurm-{jobs[0]}.log").read_text()
+    assert len({summary(point)["loss_digest"] for point in (first, second)}) == 1
 
 
 def rank_process(rank: int) -> int:

@@ -1,16 +1,13 @@
-"""Restarts the ranks of a run after a failure: all of them, or those that are left."""
+"""Restarts the remaining ranks of a run after others were killed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ztk import config as configuration
 from ztk.cli.interrupted import saving_notice
-from ztk.cli.ray_ranks import RayCluster, run_on_ray
 from ztk.config import Config
 from ztk.core.launch import RankError, Start, run_ranks, start_process, worker_command
-from ztk.core.policies.runs import AUTO
 from ztk.report.folder import SUMMARY, write_json
 from ztk.report.status import read_summary
 
@@ -57,54 +54,13 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
             losses.append(f"{error} (of {launch.ranks})")
             places = [place for rank, place in enumerate(places) if rank not in error.killed][: smaller.launch.ranks]
             say(f"{error}: the run goes on with {smaller.launch.ranks} of {launch.ranks} ranks")
-        _set_aside(folder / "ranks", name=f"ranks-of-{launch.ranks}")
+        set_aside(folder / "ranks", name=f"ranks-of-{launch.ranks}")
         config = smaller
     if losses:
         write_json(folder / SUMMARY, values=read_summary(folder) | {"lost_ranks": losses})
 
 
-def run_on_ray_until_done(config: Config, *, cluster: RayCluster, say: Callable[..., None], is_point: bool) -> None:
-    """Runs the ranks of `config` on Ray. They start again after each of up to `launch.max_failures` failures, from the latest checkpoint.
-
-    The summary lists the failures as `failures`. is_point: it is one of several runs, and its lines name its folder.
-
-    Raises:
-        RankError: a rank failed once more.
-    """
-    folder, failures = Path(config.output_dir), []
-    name, notice = f"{folder}: " if is_point else "", saving_notice(config)
-    ranks, most = config.launch.ranks, config.launch.max_failures or 0
-    while True:
-        configuration.save(config, path=folder / "config.yaml")
-        try:
-            run_on_ray(
-                config,
-                cluster=cluster,
-                on_placed=lambda hosts: say(f"{name}{ranks} ranks run on {hosts}"),
-                on_signal=lambda: say(f"{name}{notice}") if notice else None,
-                logs=is_point,
-            )
-            break
-        except RankError as error:
-            if len(failures) == most:
-                raise
-            failures.append(str(error))
-            say(f"{name}{error}: all ranks start again, failure {len(failures)} of launch.max_failures={most}")
-        _set_aside(folder / "ranks", name=f"ranks-of-start-{len(failures)}")
-        config = _continued(config)
-    if failures:
-        write_json(folder / SUMMARY, values=read_summary(folder) | {"failures": failures})
-
-
-def _continued(config: Config) -> Config:
-    """The run from its own latest checkpoint, if it saves any."""
-    given, folder = config.checkpoint.resume, Path(config.output_dir)
-    if not config.checkpoint.saves or (given is not None and not Path(given).is_relative_to(folder)):
-        return config  # a run from another one's checkpoint prefers its own
-    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO))
-
-
-def _set_aside(path: Path, *, name: str) -> None:
+def set_aside(path: Path, *, name: str) -> None:
     """Renames the folder to `name`, or to `name.2`, `name.3`, .. if an earlier run in the same folder has used that name."""
     target, number = path.with_name(name), 1
     while target.exists():

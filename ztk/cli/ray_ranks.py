@@ -1,81 +1,40 @@
-"""`launch=ray`: the ranks of a run as child processes of Ray actors, one actor per rank.
-
-A rank has its own process, as on one machine: signals reach its main thread, and its end is not the end of Ray's worker. The actor starts it
-in its placement, passes signals on, and returns its exit code. The kernel kills a rank whose actor has died.
+"""`launch=ray`: runs of a command on a Ray cluster, each by Ray Train. `ztk.cli.ray_workers` has the part in Ray's processes.
 
 [Note: Points of a sweep on Ray]
-All points of a sweep ask for their placement at once. Ray starts those that fit, and an autoscaler adds machines for the others. Each run has
-a thread, which waits for its placement and its ranks. The main thread receives signals, and `RayCluster.interrupt` passes them to all runs.
+Each run is a task of Ray on the command's machine, which runs Ray Train, and has a thread here, which waits for it. Ray Train has processes of
+its own for each run, so only a few runs wait for room at once: Ray starts those that fit, and an autoscaler sees the others. The main thread
+receives signals, and `RayCluster.interrupt` passes them to all runs.
 """
 
+import math
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from ztk import config as configuration
+from ztk.cli.interrupted import saving_notice
 from ztk.config import CONFIG_DIRS, Config
-from ztk.core.launch import (
-    Child,
-    RankError,
-    RankFailure,
-    allocator_settings,
-    first_cause,
-    forget_failure,
-    log_path,
-    python_path,
-    read_failure,
-    start_process,
-    worker_command,
-)
-from ztk.core.launch.errors import failure_of_exit
+from ztk.core.launch import RankError, RankFailure, python_path
 from ztk.core.policies.ending import ENDING
 from ztk.core.policies.launch import start_seconds
+from ztk.core.policies.runs import AUTO
+from ztk.report.folder import SUMMARY, write_json
+from ztk.report.status import read_summary
 
-_POLL_SECONDS = 0.2
-_PLACE_SECONDS = 2.0  # between looks for a signal while Ray has no room
+_POLL_SECONDS = 0.5
 _MOST_RUNS = 10_000  # threads, one for each run of a sweep that has not ended
-_LAST_WORDS_SECONDS = 2.0  # for the peers of a failed rank to write their errors
-_GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_MOST_WAITING = 4  # runs that wait for room
+_GRACE_SECONDS = 5.0  # for the end of ranks that save nothing
 _PASSED_ON = (CONFIG_DIRS, "ZTK_COMMAND")  # variables of this process that ranks read
+_OF_STORAGE = ".validate_storage_marker"  # of Ray Train, in the run folder
 
 Result = TypeVar("Result")
-
-
-class RankActor:
-    """Runs in a worker of Ray. Its methods overlap: `run` waits for the rank."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-
-    def place(self) -> tuple[str, str, int]:
-        """The host name and address of this worker, and a port that is free there."""
-        import ray
-
-        with socket.create_server(("", 0)) as probe:
-            return socket.gethostname(), ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def run(self, command: Sequence[str], *, environment: dict[str, str], rank: int, log: str | None) -> int:
-        """Starts the rank and returns its exit code, -n after signal n. log: file of its output; None for the driver's terminal."""
-        child = Child(rank=rank, command=command, environment=os.environ | environment)
-        if log is None:
-            process = start_process(child, log=None)
-        else:
-            Path(log).parent.mkdir(parents=True, exist_ok=True)
-            with open(log, "w", encoding="utf-8") as file:
-                process = start_process(child, log=file)
-        self._pid = process.pid
-        return process.wait()
-
-    def send(self, number: int) -> None:
-        """Sends a signal to the rank and its children."""
-        if self._pid:
-            with suppress(ProcessLookupError):  # it has ended
-                os.killpg(self._pid, number)
 
 
 class RayCluster:
@@ -86,10 +45,14 @@ class RayCluster:
 
     def __init__(self) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.placed = 0  # runs that have their machines
+        from ztk.cli import ray_workers
+
+        self.waiting: set[str] = set()  # folders of runs that have no machines yet
+        self.placed: set[str] = set()  # folders of runs that have them
+        self.signals: list[int] = []
         self._is_own = not ray.is_initialized()
-        self._signals: list[int] = []
         self._runs: list[Future] = []
         self._threads = ThreadPoolExecutor(max_workers=_MOST_RUNS, thread_name_prefix="ztk-ray")
         if self._is_own:
@@ -97,11 +60,43 @@ class RayCluster:
             ray.init(log_to_driver=True, configure_logging=False)
             for kind, handler in handlers.items():  # Ray's own for SIGTERM ends the command before the ranks have saved
                 signal.signal(kind, handler)
+        variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
+        own = {"PYTHONPATH": python_path(), "RAY_CHDIR_TO_TRIAL_DIR": "0"}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": variables | own}}
+        self.desk: Any = ray.remote(ray_workers.Desk).options(max_concurrency=2**20, **options).remote()
+        self._fit = ray.remote(ray_workers.fit).options(max_retries=0, **options)
 
-    def begin(self, run: Callable[[], Result]) -> "Future[Result]":
+    def begin(self, folder: str, run: Callable[[], Result]) -> "Future[Result]":
         """Calls `run` in a thread. It uses `run_on_ray` with this cluster."""
-        self._runs.append(self._threads.submit(run))
+
+        def start() -> Result:
+            try:
+                return run()
+            finally:
+                self.waiting.discard(folder)
+                self.placed.discard(folder)
+
+        self.waiting.add(folder)
+        self._runs.append(self._threads.submit(start))
         return self._runs[-1]
+
+    def fit(self, run: Any) -> Any:
+        """Starts `ray_workers.fit` and returns its reference."""
+        return self._fit.remote(run, self.desk)
+
+    def note(self, folder: str, *, is_placed: bool) -> None:
+        """Notes whether a run has its machines."""
+        if is_placed:
+            self.placed.add(folder)
+            self.waiting.discard(folder)
+        else:
+            self.placed.discard(folder)
+
+    def wait_for_turn(self, parallel: int | None) -> None:
+        """Returns when few runs wait for room, and fewer than `parallel` have not ended."""
+        while len(self.waiting) >= _MOST_WAITING or sum(not run.done() for run in self._runs) >= (parallel or math.inf):
+            time.sleep(_POLL_SECONDS)
 
     def wait(self) -> None:
         """Returns when all runs have ended. Raises the first error that a run has not handled."""
@@ -113,12 +108,16 @@ class RayCluster:
         """Sends a signal to the ranks of all runs, and returns when they have saved their step and ended. A second Ctrl-C, which raises here,
         ends them at once.
         """
-        self._signals.append(number)
+        self._interrupt(number)
         try:
             wait(self._runs)
         except (KeyboardInterrupt, SystemExit):
-            self._signals.append(number)
+            self._interrupt(number)
             wait(self._runs)
+
+    def _interrupt(self, number: int) -> None:
+        self.desk.interrupt.remote(number)
+        self.signals.append(number)
 
     def close(self) -> None:
         """Ends all runs and the connection."""
@@ -130,180 +129,100 @@ class RayCluster:
         if self._is_own:
             ray.shutdown()
 
-    def raise_received(self, *, after: int = 0) -> None:
-        """Raises KeyboardInterrupt or SystemExit if more than `after` signals have come."""
-        if len(self._signals) > after:
-            _raise(self._signals[0])
 
+def run_on_ray(config: Config, *, cluster: RayCluster, say: Callable[..., None], is_point: bool) -> None:
+    """Runs the ranks of a run as children of Ray Train's workers. They start again after each of up to `launch.max_failures` failures, from
+    the latest checkpoint. The summary lists the failures as `failures`.
 
-def _raise(number: int) -> NoReturn:
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
-def run_on_ray(
-    config: Config, *, cluster: RayCluster, on_placed: Callable[[str], None], on_signal: Callable[[], None], logs: bool
-) -> None:
-    """Runs the ranks of a run whose `config.yaml` is written, and returns when all have ended well.
-
-    on_placed: called with the hosts of the ranks when they start. on_signal: called when a signal arrives, which all ranks get.
-    logs: rank 0, too, writes into its log, in place of the terminal.
+    is_point: it is one of several runs: its lines name its folder, and rank 0 writes into its log.
 
     Raises:
-        RankError: a rank failed. It has the first cause.
+        RankError: a rank failed once more. It has the first cause.
         TimeoutError: Ray has not the resources within `launch.start_seconds`, although no other run of the command uses any.
         KeyboardInterrupt, SystemExit: after a signal, when the ranks have saved their step and ended.
     """
-    folder, launch = Path(config.output_dir), config.launch
-    ranks = launch.ranks or 1
-    for rank in range(ranks):
-        forget_failure(folder, rank=rank)
-    with _actors(config, cluster=cluster) as started:
-        running: dict[Any, int] = {}
-        found = _places(started)
-        places, actors = zip(
-            *sorted(found, key=lambda pair: pair[0][0]), strict=True
-        )  # ranks of a host follow each other
-        on_placed(", ".join(dict.fromkeys(host for host, _, _ in places)))
-        for rank, actor in enumerate(actors):
-            environment = _environment(rank, places=places, config=config)
-            log = None if rank == 0 and not logs else str(log_path(folder, rank=rank))
-            command = worker_command(folder / "config.yaml")
-            running[actor.run.remote(command, environment=environment, rank=rank, log=log)] = rank
-        try:
-            failures = _wait(running, folder=folder, check=cluster.raise_received)
-        except (KeyboardInterrupt, SystemExit) as error:
-            on_signal()
-            _send(actors, signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 143) - 128)
-            seconds = config.checkpoint.grace_seconds or _GRACE_SECONDS
-            _wait(running, folder=folder, seconds=seconds, check=lambda: cluster.raise_received(after=1))
-            raise
-        if failures:
-            failures += _wait(running, folder=folder, seconds=_LAST_WORDS_SECONDS)
-            _send(actors, signal.SIGTERM)
-            _wait(running, folder=folder, seconds=_GRACE_SECONDS)
-            _send(actors, signal.SIGKILL)
-            cause = first_cause(failures)
-            killed = tuple(failure.rank for failure in failures if failure.killed)
-            raise RankError(cause, log=str(log_path(folder, rank=cause.rank)), killed=killed)
-
-
-@contextmanager
-def _actors(config: Config, *, cluster: RayCluster) -> Iterator[list[Any]]:
-    """One actor per rank, each with its resources, on as few machines as possible."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    launch = config.launch
-    each = {"CPU": launch.cpus_per_rank or 1} | ({"GPU": 1} if launch.device == "cuda" else {})
-    group = placement_group([each] * (launch.ranks or 1), strategy="PACK")
+    from ztk.cli.ray_workers import RayRun
+
+    folder, launch = Path(config.output_dir), config.launch
+    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    run = RayRun(
+        folder=folder.absolute(),
+        ranks=launch.ranks or 1,
+        resources={"CPU": launch.cpus_per_rank or 1} | ({"GPU": 1} if launch.device == "cuda" else {}),
+        max_failures=launch.max_failures or 0,
+        logs=is_point,
+        variables=passed | {"OMP_NUM_THREADS": str(launch.threads), "PYTHONPATH": python_path()},
+        continued=configuration.to_explained_yaml(_continued(config)),
+    )
+    configuration.save(config, path=folder / "config.yaml")
+    fit = cluster.fit(run)
     try:
-        begun = time.monotonic()
-        while not group.wait(timeout_seconds=_PLACE_SECONDS):
-            cluster.raise_received()
-            if cluster.placed:
-                begun = time.monotonic()
-            elif time.monotonic() - begun > start_seconds(launch):
-                raise TimeoutError(
-                    f"launch=ray: Ray has not {launch.ranks} times {each} free within launch.start_seconds={start_seconds(launch):g}"
-                )
-        cluster.placed += 1
-        try:
-            options = {
-                "num_cpus": each["CPU"],
-                "num_gpus": each.get("GPU", 0),
-                "max_concurrency": 4,
-                "runtime_env": {"env_vars": {"PYTHONPATH": python_path()}},
-            }
-            actor = ray.remote(RankActor)
-            yield [
-                actor.options(
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-                    **options,
-                ).remote()
-                for number in range(launch.ranks or 1)
-            ]
-        finally:
-            cluster.placed -= 1
+        failures = _watch(fit, run=run, config=config, cluster=cluster, say=partial(say, *[f"{folder}:"] * is_point))
+        if cluster.signals:
+            raise KeyboardInterrupt if cluster.signals[0] == signal.SIGINT else SystemExit(128 + cluster.signals[0])
+        if reason := ray.get(fit):
+            raise failures[-1] if len(failures) > run.max_failures else RankError(_failed(reason), log="Ray's own logs")
+    except ray.exceptions.RayError as error:
+        raise RankError(_failed(str(error)), log="Ray's own logs") from None
     finally:
-        remove_placement_group(group)  # ends its actors
+        ray.cancel(fit, force=True)  # no effect after its end
+        (folder / _OF_STORAGE).unlink(missing_ok=True)
+    if failures:
+        write_json(folder / SUMMARY, values=read_summary(folder) | {"failures": list(map(str, failures))})
 
 
-def _places(actors: Sequence[Any]) -> list[tuple[tuple[str, str, int], Any]]:
-    """Each actor after its place.
+def _continued(config: Config) -> Config:
+    """The run from its own latest checkpoint, if it saves any."""
+    given, folder = config.checkpoint.resume, Path(config.output_dir)
+    if not config.checkpoint.saves or (given is not None and not Path(given).is_relative_to(folder)):
+        return config  # a run from another one's checkpoint prefers its own
+    return replace(config, checkpoint=replace(config.checkpoint, resume=AUTO))
+
+
+def _watch(fit: Any, *, run: Any, config: Config, cluster: RayCluster, say: Callable[[str], None]) -> list[RankError]:
+    """Prints news of a run. Returns the failures when it has ended, or has not within the grace after a signal.
 
     Raises:
-        RankError: a worker of Ray has ended while it started.
+        TimeoutError: see `run_on_ray`.
     """
     import ray
 
-    found = []
-    for rank, actor in enumerate(actors):
-        try:
-            found.append((ray.get(actor.place.remote()), actor))
-        except ray.exceptions.RayError as error:
-            raise RankError(_lost(error, rank=rank), log="Ray's own logs", killed=(rank,)) from None
-    return found
-
-
-def _lost(error: Exception, *, rank: int) -> RankFailure:
-    """Describes a rank whose worker of Ray, or the machine of it, has ended."""
-    reason = next((line for line in map(str.strip, str(error).splitlines()[1:]) if line), str(error))
-    return RankFailure(
-        rank=rank,
-        kind="",
-        message=f"was lost with its worker of Ray: {type(error).__name__}: {reason}",
-        trace="",
-        time=time.time(),
-        secondary=False,
-        code=128 + signal.SIGKILL,
-    )
-
-
-def _environment(rank: int, *, places: Sequence[tuple[str, str, int]], config: Config) -> dict[str, str]:
-    """Variables of a rank. Ray shows a rank its own GPU alone, which has the number 0 there."""
-    hosts = [host for host, _, _ in places]
-    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    own = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0" if config.launch.device == "cuda" else str(local.index(rank)),
-        "WORLD_SIZE": str(len(places)),
-        "LOCAL_WORLD_SIZE": str(len(local)),
-        "MASTER_ADDR": places[0][1],
-        "MASTER_PORT": str(places[0][2]),
-        "OMP_NUM_THREADS": str(config.launch.threads),
-        "PYTHONPATH": python_path(),
-    }
-    return passed | allocator_settings() | own
-
-
-def _wait(
-    running: dict[Any, int], *, folder: Path, seconds: float | None = None, check: Callable[[], None] = lambda: None
-) -> list[RankFailure]:
-    """Waits until all ranks have ended or `seconds` have passed; without `seconds`, until one has failed. Returns the failures.
-
-    check: called at every look.
-    """
-    import ray
-
-    end, failures = None if seconds is None else time.monotonic() + seconds, []
-    while running and (time.monotonic() < end if end is not None else not failures):
-        ended, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
-        check()
-        for reference in ended:
-            rank = running.pop(reference)
-            try:
-                code, lost = ray.get(reference), None
-            except ray.exceptions.RayError as error:
-                code, lost = 128 + signal.SIGKILL, error
-            if code:
-                written = read_failure(folder, rank=rank)
-                own = failure_of_exit(code, rank=rank, noticed=time.time()) if lost is None else _lost(lost, rank=rank)
-                failures.append(written or own)
+    folder, seconds = config.output_dir, start_seconds(config.launch)
+    seen, hosts, failures = 0, {}, []
+    begun, end, has_ended = time.monotonic(), math.inf, False
+    while not has_ended and time.monotonic() < end and len(cluster.signals) < 2:
+        has_ended = bool(ray.wait([fit], timeout=_POLL_SECONDS)[0])
+        for news in ray.get(cluster.desk.news.remote(run.folder, seen=seen)):
+            seen += 1
+            if isinstance(news, RankError):
+                failures.append(news)
+                hosts = {}
+                if len(failures) <= run.max_failures:
+                    say(
+                        f"{news}: all ranks start again, failure {len(failures)} of launch.max_failures={run.max_failures}"
+                    )
+                continue
+            rank, host = news
+            hosts = {rank: host} if rank in hosts else hosts | {rank: host}
+            if len(hosts) == run.ranks:
+                say(f"{run.ranks} ranks run on {', '.join(dict.fromkeys(hosts[rank] for rank in range(run.ranks)))}")
+        cluster.note(folder, is_placed=bool(hosts))
+        if cluster.signals and end == math.inf:
+            end = time.monotonic() + (config.checkpoint.grace_seconds or _GRACE_SECONDS) * bool(hosts)
+            if hosts and (notice := saving_notice(config)):
+                say(notice)
+        if cluster.placed:
+            begun = time.monotonic()
+        elif time.monotonic() - begun > seconds and not has_ended:
+            raise TimeoutError(
+                f"launch=ray: Ray has not {run.ranks} times {run.resources} free within launch.start_seconds={seconds:g}"
+            )
     return failures
 
 
-def _send(actors: Sequence[Any], number: int) -> None:
-    for actor in actors:
-        actor.send.remote(number)
+def _failed(reason: str) -> RankFailure:
+    """A failure of Ray itself, of which no rank is the cause."""
+    message = f"did not run: {' '.join(reason.split())}"
+    return RankFailure(rank=0, kind="", message=message, trace="", time=time.time(), secondary=False)

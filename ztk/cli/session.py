@@ -29,16 +29,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ztk
 from ztk import config as configuration
-from ztk.cli.elastic import run_on_ray_until_done, run_until_done
+from ztk.cli.elastic import run_until_done
 from ztk.cli.folders import FolderRefused, settle_folder
 from ztk.cli.help import requested_help
 from ztk.cli.interrupted import sweep_line, way_on
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
-from ztk.cli.ray_ranks import RayCluster
+from ztk.cli.ray_ranks import RayCluster, run_on_ray
 from ztk.cli.recorded import check_job
-from ztk.cli.submission import submit_run
+from ztk.cli.submission import job_of, queued_job, submit_points, submit_run
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
@@ -63,6 +63,7 @@ from ztk.core.launch import (
 )
 from ztk.core.launch.output import is_lost, lasting_output
 from ztk.core.launch.signals import raise_noted
+from ztk.core.launch.slurm import SlurmJob
 from ztk.core.policies.ending import ENDING
 from ztk.core.policies.launch import Starter, start_seconds
 from ztk.core.policies.runs import AUTO
@@ -118,6 +119,8 @@ class Session:
             self._environment_fault = str(error)
         self._forker: Forker | None = None
         self._ray: RayCluster | None = None
+        self._parallel: int | None = None
+        self._points: dict[Path, SlurmJob] = {}  # of a sweep, not yet submitted
         self._ranks_started = False
         self._has_met = False
 
@@ -260,10 +263,19 @@ class Session:
             )
 
     def _check_starter(self, config: Config) -> None:
-        """Raises ConfigError in a rank of a launcher whose configuration starts ranks itself."""
+        """Raises ConfigError in a rank of a launcher whose configuration starts ranks itself, and for a launcher that does not fit a sweep."""
         if config.launch.starter is not Starter.local and self._external is not None:
             started = f"{self._external.starter} has started this one"
             raise ConfigError([f"launch={config.launch.starter} starts ranks, and {started}: leave it out"])
+        if self._parallel is not None and config.launch.starter is Starter.local:
+            raise ConfigError(
+                [
+                    f"sweep.parallel={self._parallel}: only with sweep.launcher=slurm and sweep.launcher=ray; leave it out, or see "
+                    "hydra/launcher in docs/sweeps.md"
+                ]
+            )
+        if self._sweeping and config.launch.starter is Starter.slurm and not _is_one_by_one():
+            raise ConfigError(["launch=slurm submits the jobs of a sweep as an array: leave hydra/launcher out"])
 
     def _prepare(self, config: Config) -> None:
         """Rejects bad text, and reward functions and environments that fail, before ranks start."""
@@ -337,7 +349,7 @@ class Session:
         Raises:
             ConfigError: Ray cannot be reached.
         """
-        is_point = self._sweeping and HydraConfig.get().launcher._target_ == _ONE_BY_ONE
+        is_point = self._sweeping and _is_one_by_one()
         if self._ray is None:
             try:
                 self._ray = RayCluster()
@@ -345,14 +357,15 @@ class Session:
                 raise ConfigError(
                     [f"launch=ray: Ray cannot be reached ({error}); check RAY_ADDRESS, and the cluster by `ray status`"]
                 ) from None
-        run = functools.partial(run_on_ray_until_done, config, cluster=self._ray, say=self._say, is_point=is_point)
+        self._ray.wait_for_turn(self._parallel)
+        run = functools.partial(run_on_ray, config, cluster=self._ray, say=self._say, is_point=is_point)
         kept = held.pop_all()
 
         def start() -> Status:
             with kept:
                 return self._start_ranks(config, run=run)
 
-        started = self._ray.begin(start)
+        started = self._ray.begin(config.output_dir, start)
         if is_point:
             return Status.running
         self._ray.wait()
@@ -369,25 +382,60 @@ class Session:
             self._ray.wait()
 
     def _submit(self, config: Config, *, overrides: tuple[str, ...]) -> Status:
-        """Submits the run as a job of Slurm, after the checks that its ranks repeat."""
-        folder = Path(config.output_dir)
-        submits = functools.partial(
-            submit_run, config, words=overrides, flags=self._flags, say=self._say, show=self._print
-        )
-        if config.launch.dry_run:
+        """Submits the run as a job of Slurm, after the checks that its ranks repeat. A job of a sweep becomes part of an array later, in
+        `_end_batch`.
+
+        Raises:
+            ConfigError: an earlier job of this folder waits or runs.
+        """
+        folder, shows = Path(config.output_dir), bool(config.launch.dry_run)
+        job = job_of(config, words=overrides, flags=self._flags)
+        with contextlib.ExitStack() as held:
+            if not shows:
+                held.enter_context(self._owned(folder))
+                if (queued := queued_job(folder)) is not None:
+                    return self._refuse_second(folder, queued=queued)
+                if not config.overwrites:  # the job replaces the run when it starts
+                    settled = settle_folder(config, is_restart=self._sweeping, continued=lambda: config)
+                    if settled.is_done:
+                        self._say(*settled.lines)
+                        return Status.done
+                self._say(*config.notes)
+            if self._sweeping:
+                self._points[folder] = job
+            else:
+                show = self._print if shows else None
+                submit_run(job, folder=folder, ranks=config.launch.ranks, say=self._say, show=show)
+        if shows:
             self._shows = True
-            submits()
             _remove_if_empty(folder)
-            return Status.submitted
-        with self._owned(folder):
-            if not config.overwrites:  # the job replaces the run when it starts
-                settled = settle_folder(config, is_restart=self._sweeping, continued=lambda: config)
-                if settled.is_done:
-                    self._say(*settled.lines)
-                    return Status.done
-            self._say(*config.notes)
-            submits()
         return Status.submitted
+
+    def _refuse_second(self, folder: Path, *, queued: tuple[str, str]) -> Status:
+        number, state = queued
+        if self._sweeping:
+            self._say(f"{folder}: job {number} is {state}, skipped")
+            return Status.submitted
+        raise ConfigError(
+            [
+                f"{folder}: job {number} of this run is {state}; wait for its end, end it by scancel {number}, or name another folder"
+            ]
+        )
+
+    def _end_batch(self) -> None:
+        """Submits the collected jobs of a sweep as an array of Slurm, or waits for those on Ray."""
+        points, self._points = self._points, {}
+        if points:
+            assert self._sweep is not None, "a sweep has collected them"
+            place, record, _ = self._sweep
+            folders = {index: (place / job.folder).absolute() for index, job in enumerate(record.jobs)}
+            jobs = {index: points[folder] for index, folder in folders.items() if folder in points}
+            show = self._print if self._shows else None
+            submit_points(jobs, folders=folders, parallel=self._parallel, say=self._say, show=show)
+            if self._shows:  # the record is not written
+                _remove_if_empty(place)
+                self._sweep = None
+        self._wait_for_points()
 
     def _prepare_arguments(self) -> str | None:
         """Sets `sys.argv` for Hydra. Returns the text to print for --cfg job and --cfg all, or None to start a run."""
@@ -441,6 +489,7 @@ class Session:
     def _prepare_sweep(self, line: SweepLine, *, trusts: bool) -> None:
         assert line.options is not None
         self._listing = self._shows = line.options.list
+        self._parallel = line.options.parallel
         request = SweepRequest(
             options=line.options,
             command=self._command,
@@ -449,7 +498,8 @@ class Session:
             trusts=trusts,
             machine=self._machine(),
             shows=self._note_sweep,
-            wait=self._wait_for_points,
+            records="launch.dry_run=true" not in line.words,
+            end_batch=self._end_batch,
             say=self._say,
         )
         register(request)
@@ -705,6 +755,11 @@ def _is_of_user(trace: str) -> bool:
     files = re.findall(r'^  File "([^<"]+)", line', trace, re.MULTILINE)
     known = [file for file in files if file.startswith(ours) or not any(part in file for part in libraries)]
     return bool(known) and not known[-1].startswith(ours)
+
+
+def _is_one_by_one() -> bool:
+    """Returns whether Hydra's own launcher runs the jobs of a sweep, in this process."""
+    return HydraConfig.get().launcher._target_ == _ONE_BY_ONE
 
 
 def _is_signal(code: object) -> bool:

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ztk import config as configuration
@@ -19,40 +20,77 @@ _OF_THIS_LINE = ("launch", "launch.ranks", "launch.starter")
 
 
 def submit_run(
-    config: Config, *, words: Sequence[str], flags: Sequence[str], say: Callable[..., None], show: Callable[[str], None]
+    job: SlurmJob, *, folder: Path, ranks: int, say: Callable[..., None], show: Callable[[str], None] | None
 ) -> None:
-    """Writes the job of a run into its folder and submits it, or prints it with `launch.dry_run`.
-
-    words: the run's command line. flags: its `--config-dir`. show: prints the job.
+    """Submits the job of a run. show: prints it instead.
 
     Raises:
-        ConfigError: an earlier job of this folder waits or runs, or Slurm has refused this one.
+        ConfigError: Slurm has refused it.
     """
-    job, folder = job_of(config, words=words, flags=flags), Path(config.output_dir)
-    if config.launch.dry_run:
+    if show is not None:
         show(job.script())
         return
-    try:
-        number = _submit_once(job, folder=folder)
-    except SlurmError as error:
-        raise ConfigError([str(error)]) from None
+    number = _submit(job, script=folder / SCRIPT)
     write_json(folder / JOB, values={"job": number})
     log = job.log.replace("%j", number)
-    say(f"submitted job {number} of {config.launch.ranks} ranks: {folder / SCRIPT}, log: {log}")
+    say(f"submitted job {number} of {ranks} ranks: {folder / SCRIPT}, log: {log}")
 
 
-def _submit_once(job: SlurmJob, *, folder: Path) -> str:
-    """Returns the number of the submitted job.
+def submit_points(
+    points: Mapping[int, SlurmJob],
+    *,
+    folders: Mapping[int, Path],
+    parallel: int | None,
+    say: Callable[..., None],
+    show: Callable[[str], None] | None,
+) -> None:
+    """Submits jobs of a sweep as an array, or as several if they ask for different resources.
+
+    points, folders: by the number of the job in the sweep's record. parallel: how many run at once. show: prints the arrays instead.
 
     Raises:
-        SlurmError: an earlier job of this folder waits or runs, or Slurm has refused this one.
+        ConfigError: Slurm has refused an array.
     """
-    if (number := _number_of(folder)) and (state := queue_state(number)):
-        raise SlurmError(
-            f"{folder}: job {number} of this run is {state}; wait for its end, end it by scancel {number}, or name another folder"
+    place = next(iter(folders.values())).parent
+    arrays: list[tuple[SlurmJob, dict[int, Sequence[str]]]] = []
+    for index, job in points.items():
+        shared = replace(
+            job, command={}, name=f"ztk-{place.name}", log=str(place / "slurm-%A_%a.log"), parallel=parallel
         )
-    replace_file(folder / SCRIPT, text=job.script() + "\n")
-    return submit(folder / SCRIPT)
+        known = next((commands for other, commands in arrays if other == shared), None)
+        if known is None:
+            arrays.append((shared, known := {}))
+        known[index] = job.command
+    for count, (shared, commands) in enumerate(arrays):
+        job = replace(shared, command=commands)
+        if show is not None:
+            show(job.script())
+            continue
+        script = (place / SCRIPT).with_stem(f"job{count or ''}")
+        number = _submit(job, script=script)
+        for index in commands:
+            write_json(folders[index] / JOB, values={"job": f"{number}_{index}"})
+        say(
+            f"submitted job {number}, an array of {len(commands)} runs: {script}, logs: {job.log.replace('%A', number)}"
+        )
+
+
+def _submit(job: SlurmJob, *, script: Path) -> str:
+    replace_file(script, text=job.script() + "\n")
+    try:
+        return submit(script)
+    except SlurmError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def queued_job(folder: Path) -> tuple[str, str] | None:
+    """The number and the state of the folder's last job, if it waits or runs."""
+    try:
+        number = json.loads((folder / JOB).read_text(encoding="utf-8"))["job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    state = queue_state(number)
+    return (number, state) if state else None
 
 
 def job_of(config: Config, *, words: Sequence[str], flags: Sequence[str]) -> SlurmJob:
@@ -60,7 +98,6 @@ def job_of(config: Config, *, words: Sequence[str], flags: Sequence[str]) -> Slu
     launch, folder = config.launch, Path(config.output_dir)
     interpreter = launch.python or ("python" if launch.container else sys.executable)
     options = {
-        "--job-name": f"ztk-{folder.name}",
         "--nodes": launch.nodes,
         "--ntasks-per-node": ranks_per_node(launch),
         "--gpus-per-node": launch.gpus_per_node,
@@ -71,6 +108,7 @@ def job_of(config: Config, *, words: Sequence[str], flags: Sequence[str]) -> Slu
     named = [f"{name}={value}" for name, value in options.items() if value is not None]
     return SlurmJob(
         command=[interpreter, *_program(), *flags, *_words(config, given=words), f"hydra.run.dir={quoted(folder)}"],
+        name=f"ztk-{folder.name}",
         options=[*named, *(launch.sbatch or [])],
         cpus_per_task=launch.cpus_per_rank,
         setup=launch.setup or [],
@@ -94,11 +132,3 @@ def _program() -> list[str]:
     """The words of this program after the interpreter."""
     path = Path(sys.argv[0])
     return [str(path.absolute())] if path.suffix == ".py" and path.name != "__main__.py" else ["-m", "ztk"]
-
-
-def _number_of(folder: Path) -> str | None:
-    """The last job of the folder."""
-    try:
-        return json.loads((folder / JOB).read_text(encoding="utf-8"))["job"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -32,7 +32,8 @@ class SweepRequest:
     options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`.
     trusts: whether recorded words may name code.
     shows: called before the first job with the folder, the record and the plans by hash.
-    wait: returns when the jobs have ended that run at once.
+    records: whether the sweep is written into its folder.
+    end_batch: called after each call of the launcher. It submits jobs, or waits for those that run at once.
     say: prints lines.
     """
 
@@ -43,7 +44,8 @@ class SweepRequest:
     trusts: bool
     machine: Machine
     shows: Callable[[Path, SweepRecord, Mapping[str, JobPlan]], None]
-    wait: Callable[[], None]
+    records: bool
+    end_batch: Callable[[], None]
     say: Callable[..., None]
 
 
@@ -224,7 +226,7 @@ class JobSweeper(Sweeper):
             for job in record.jobs
             if (count := self._starts(states[job.folder], folder=folder / job.folder)) > 0
         }
-        if starts or not (folder / "multirun.yaml").exists():
+        if self.request.records and (starts or not (folder / "multirun.yaml").exists()):
             record.write(folder)
             OmegaConf.save(self._config, folder / "multirun.yaml")
         skipped = self._skip(starts, folder=folder, plans=plans)
@@ -279,7 +281,7 @@ class JobSweeper(Sweeper):
             for job in returned:
                 _ = job.return_value  # raises the job's exception
             results += returned
-            self.request.wait()
+            self.request.end_batch()
         return results
 
 

@@ -249,8 +249,8 @@ def _optimizer(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _ray_faults(ranks: int | None) -> Iterator[str]:
-    if importlib.util.find_spec("ray") is None:
-        yield "launch=ray: the package ray is not installed; use pip install 'ztk[ray]'"
+    if missing := [name for name in ("ray", "pandas", "pyarrow") if importlib.util.find_spec(name) is None]:
+        yield f"launch=ray: Ray Train needs the package {missing[0]}, which is not installed; use pip install 'ztk[ray]'"
     if ranks is None:
         yield "launch=ray: needs launch.ranks=N, and launch.device=cuda for a GPU each; the cluster may have other machines than this one"
 

@@ -48,7 +48,14 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
         faults.append(f"{own[0]}: {SWEEP}.repeat_with=seeds gives every repeat its seed; leave {own[0]} out")
     if options.quick and (own := [word for word in rest if word.startswith("train.quick=")]):
         faults.append(f"{own[0]}: {SWEEP}.quick=true sets it for every job; leave {own[0]} out")
-    rest += ["train.quick=true"] if options.quick else []  # stays among the words, so that a resumed sweep has it too
+    if options.launcher and (own := [word for word in rest if word.startswith(("launch=", "launch.starter="))]):
+        faults.append(
+            f"{SWEEP}.launcher={options.launcher}: is launch={options.launcher}, and {own[0]} is given; leave one of them out"
+        )
+    rest += [f"launch={options.launcher}"] if options.launcher else []
+    rest += (
+        ["train.quick=true"] if options.quick else []
+    )  # both stay among the words, so that a resumed sweep has them too
     faults += _hardware_faults(options)
     if faults:
         raise ConfigError(faults)
@@ -59,7 +66,7 @@ def only_resume(options: SweepConfig) -> bool:
     """Returns whether only keys are set that do not affect the set of jobs. In that case the recorded repeats apply."""
     usual = SweepConfig()
     asked = {field.name for field in fields(options) if getattr(options, field.name) != getattr(usual, field.name)}
-    return asked <= {"resume", "retries", "list", "hardware", "skip_misfits"}
+    return asked <= {"resume", "retries", "list", "hardware", "skip_misfits", "parallel"}
 
 
 def _hardware_faults(options: SweepConfig) -> list[str]:

@@ -37,8 +37,8 @@ class Status(StrEnum):
 def read_status(folder: str | os.PathLike) -> Status:
     """Returns the state of the run in `folder`.
 
-    A heartbeat of a living process means running, whatever files an earlier start has left. Without one, the summary counts, unless it is
-    older than a process that died.
+    A heartbeat of a living process means running, whatever files an earlier start has left. Without one, a job of Slurm that is newer than
+    these files means submitted. Otherwise the summary counts, unless it is older than a process that died.
 
     Raises:
         RecordError: `summary.json` or the heartbeat is truncated, or belongs to another program.
@@ -49,11 +49,13 @@ def read_status(folder: str | os.PathLike) -> Status:
     except ValueError:
         raise RecordError(_CUT.format(path / HEARTBEAT)) from None
     summary = read_summary(path)
-    if beat is not None:
-        if is_alive(beat):
-            return Status.running
-        if not summary or (path / SUMMARY).stat().st_mtime < beat["started"]:
-            return Status.dead
+    if beat is not None and is_alive(beat):
+        return Status.running
+    submitted = _time_of(path / JOB)
+    if submitted and all(submitted >= _time_of(path / name) for name in (SUMMARY, HEARTBEAT, METRICS)):
+        return Status.submitted
+    if beat is not None and (not summary or _time_of(path / SUMMARY) < beat["started"]):
+        return Status.dead
     if summary:
         if summary.get("status") not in list(Status):
             raise RecordError(_FOREIGN.format(path / SUMMARY))
@@ -61,9 +63,15 @@ def read_status(folder: str | os.PathLike) -> Status:
         # Earlier versions recorded an interrupt as a failure.
         return Status.interrupted if status is Status.failed and summary.get("error") == INTERRUPTED else status
     started = any((path / name).exists() for name in (METRICS, HEARTBEAT, "config.yaml"))
-    if started:
-        return Status.dead
-    return Status.submitted if (path / JOB).exists() else Status.pending
+    return Status.dead if started else Status.pending
+
+
+def _time_of(path: Path) -> float:
+    """The time of the last write, 0 without the file."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def read_summary(folder: str | os.PathLike) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""Jobs of Slurm: the script of a job, its submission, and its state in the queue.
+"""Jobs of Slurm and arrays of jobs: the script, its submission, and the state of a job in the queue.
 
 [Note: Requeues] Slurm sends SIGUSR1 before the time limit and SIGTERM before a preemption to the ranks. They save the running step and end
 with 128 plus the signal. srun returns the highest code of its tasks, so the script requeues the job for these codes alone: an error of a rank
 has code 1, a kill 137. srun must not end the other tasks of a failed one (`--kill-on-bad-exit`): it does so by SIGTERM, and the code would be
-the same as after a preemption. Ranks notice a lost one by its connection. After `scancel` no shell is left that could requeue.
+the same as after a preemption. Ranks notice a lost one by its connection. After `scancel` no shell is left that could requeue. A job of an
+array has a number of its own in SLURM_JOB_ID, so it requeues itself alone.
 """
 
 import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,13 @@ class SlurmError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """A job. command: one task. options: sbatch's, in addition to those for signals and requeues. setup: shell lines in front of srun.
-    container: words between srun and the command. log: its file, with %j for the number. requeues: how often it may requeue itself.
+    """A job, or an array of them. command: one task; of an array, by the number of the job. options: sbatch's, in addition to those for signals
+    and requeues. setup: shell lines in front of srun. container: words between srun and the command. log: its file, with %j for the number, or
+    %A and %a in an array. requeues: how often it may requeue itself. parallel: how many jobs of the array run at once; None: all.
     """
 
-    command: Sequence[str]
+    command: Sequence[str] | Mapping[int, Sequence[str]]
+    name: str
     options: Sequence[str]
     cpus_per_task: int | None
     setup: Sequence[str]
@@ -36,22 +39,32 @@ class SlurmJob:
     log: str
     signal_seconds: int
     requeues: int
+    parallel: int | None = None
 
     def script(self) -> str:
         """The text of the file for sbatch."""
+        of_array, chosen = [], ""
+        if isinstance(self.command, Mapping):
+            most = "" if self.parallel is None else f"%{self.parallel}"
+            of_array = [f"--array={','.join(map(str, self.command))}{most}"]
+            cases = [f"    {number}) task=({shlex.join(command)}) ;;" for number, command in self.command.items()]
+            chosen = "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"])
+        command = '"${task[@]}"' if isinstance(self.command, Mapping) else shlex.join(self.command)
         options = [
+            *(f"--job-name={self.name}", *of_array),
             *(f"--signal=USR1@{self.signal_seconds}", "--requeue", "--open-mode=append"),
             f"--output={_quoted(self.log)}",
             *(() if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]),
             *self.options,
         ]
         cores = [] if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]  # srun has not sbatch's
-        srun = ["srun", "--kill-on-bad-exit=0", *cores, *filter(None, [self.container]), shlex.join(self.command)]
+        srun = ["srun", "--kill-on-bad-exit=0", *cores, *filter(None, [self.container]), command]
         return "\n".join(
             [
                 "#!/bin/bash",
                 *(f"#SBATCH {option}" for option in options),
                 *self.setup,
+                *filter(None, [chosen]),
                 " ".join(srun),
                 "code=$?",
                 "# The ranks have saved a step after a signal: the job continues from it.",

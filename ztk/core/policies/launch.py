@@ -29,7 +29,7 @@ class Starter(StrEnum):
 
     local = "local"  # run.py on this machine, or torchrun, srun or mpirun around it
     slurm = "slurm"  # srun in a job that run.py submits
-    ray = "ray"  # actors of a Ray cluster, of which run.py is the driver
+    ray = "ray"  # workers of Ray Train on a Ray cluster, of which run.py is the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class LaunchConfig:
 
     starter: Starter = key(
         "local: this command, or the launcher around it, starts the ranks; slurm: this command checks the run and submits a job; ray: "
-        "actors of a Ray cluster start them",
+        "workers of Ray Train start them",
         default=Starter.local,
     )
     ranks: int | None = key(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.core.policies.key import key
+from ztk.core.policies.launch import Starter
 from ztk.core.policies.ranges import COUNT, Range
 
 
@@ -41,6 +42,13 @@ class SweepConfig:
     repeat_with: RepeatWith | None = key(
         "seeds: repeats have train.seed 0, 1, 2, ..; same_seed: repeats are equal, for speed alone; null: seeds, or same_seed where the "
         "command line sets train.seed"
+    )
+
+    launcher: Starter | None = key(
+        "launch=LAUNCHER for every job: ray runs jobs at once on a Ray cluster, slurm submits them as a job array; null: launch decides"
+    )
+    parallel: int | None = key(
+        "how many jobs run at once with launch=ray and launch=slurm; null: as many as get resources", range=COUNT
     )
 
     def varied(self, words: Sequence[str]) -> RepeatWith:
