@@ -29,7 +29,7 @@ class ServedReward:
             key="reward.servers",
             wait_key="reward.servers_wait",
         )
-        self.fleet.publish(SCORES, folder=None)
+        self.fleet.publish(SCORES, weights=None)
 
     def score(self, samples: Samples, *, answered: Answered, micro_batch: int) -> Tensor:
         """Returns the value of every answer, float64 [S] on the CPU. answered: the same answers as text.

@@ -1,52 +1,106 @@
 """Servers that draw for a run, by the keys of `rollout`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ztk import checkpoint
 from ztk.config import Config
-from ztk.core.policies.rollout import ServerApi
+from ztk.core.policies.rollout import ServerApi, TransferName
+from ztk.experiments.ray_servers import RayServers, finder, placed
 from ztk.report import RunFolder
 from ztk.rl.rollout import ServedRollouts
 from ztk.rl.rollout.clients import Channel, ZtkClient
+from ztk.rl.rollout.published import Files, Publisher, Shards
 from ztk.rl.rollout.vllm import VllmClient
 from ztk.train.engine import Engine
 
 
-def channels_of(urls: Sequence[str], *, seconds: float, variable: str | None, key: str) -> list[Channel]:
+def channels_of(
+    urls: Sequence[str],
+    *,
+    seconds: float,
+    variable: str | None,
+    key: str,
+    finders: Mapping[int, Callable[[], str]] | None = None,
+) -> list[Channel]:
     """Returns the channels of servers. seconds: time until a request counts as lost. variable: environment variable with their key.
+    finders: return the addresses of those that move, by their place in `urls`.
 
     Raises ValueError, which names `key`, if there is no such variable.
     """
     if variable is not None and not os.environ.get(variable):
         raise ValueError(f"{key}={variable}: the environment has no such variable; export {variable}=KEY")
     api_key = None if variable is None else os.environ[variable]
-    return [Channel(url, seconds=seconds, api_key=api_key) for url in urls]
+    found = finders or {}
+    return [
+        Channel(f"{url} {number}" if number in found else url, seconds=seconds, api_key=api_key, find=found.get(number))
+        for number, url in enumerate(urls)
+    ]
 
 
 def open_served(config: Config, *, actor: Engine) -> ServedRollouts:
-    """Opens `rollout.servers`. A collective call. Raises ValueError as `channels_of`."""
+    """Opens `rollout.servers`, and starts those that Ray places. A collective call. Raises ValueError as `channels_of`."""
     rollout = config.rollout
     assert rollout.servers is not None and rollout.servers_wait is not None, "the configuration is checked"
-    opens = partial(safe_open, framework="pt") if rollout.servers_transfer == "gloo" else None
-    vocabulary = config.model.vocab_size
+    run = RunFolder(config.output_dir).path.absolute()
+    vocabulary, folder = config.model.vocab_size, run / "served_weights"
+    folders = placed(rollout.servers, folder=run / "ray_servers")
+    channels = channels_of(
+        rollout.servers,
+        seconds=rollout.servers_wait,
+        variable=rollout.servers_key_variable,
+        key="rollout.servers_key_variable",
+        finders={number: finder(own) for number, own in folders.items()},
+    )
+    started = _started(config, actor=actor, folders=[*folders.values()]) if folders else None
+    if rollout.servers_transfer is TransferName.gloo:
+        publisher: Publisher = Shards(
+            actor,
+            folder=folder,
+            save=save_file,
+            opens=partial(safe_open, framework="pt"),
+            channels=channels,
+            timeout_seconds=rollout.servers_wait,
+        )
+    else:
+        publisher = Files(actor, folder=folder, save=save_file)
     return ServedRollouts(
         actor,
-        channels=channels_of(
-            rollout.servers,
-            seconds=rollout.servers_wait,
-            variable=rollout.servers_key_variable,
-            key="rollout.servers_key_variable",
-        ),
+        channels=channels,
         open_client=lambda channel, parameters: (
             VllmClient(channel, vocabulary=vocabulary)
             if rollout.servers_api is ServerApi.vllm
-            else ZtkClient(channel, parameters=parameters, opens=opens)
+            else ZtkClient(channel, parameters=parameters)
         ),
-        folder=RunFolder(config.output_dir).path / "served_weights",
-        save=save_file,
+        publisher=publisher,
         patience_seconds=rollout.servers_wait,
+        started=started,
+    )
+
+
+def _started(config: Config, *, actor: Engine, folders: Sequence[Path]) -> RayServers | None:
+    """Starts servers of Ray on rank 0. They begin with the weights of now, or those of `model.path`. A collective call."""
+    model = config.model.path
+    if model is None:
+        step = checkpoint.save(actor, folder=folders[0].parent / "model", keep=1)
+        model = str(step.path)
+    if actor.comm.rank != 0:
+        return None
+    key, device = config.rollout.servers_key_variable, actor.process.device.type
+    words = [
+        f"inference.model={model}",
+        "serve.port=0",
+        f"launch.device={device}",
+        f"launch.threads={config.launch.threads}",
+    ]
+    return RayServers(
+        folders,
+        words=words if key is None else [*words, f"serve.api_key_variable={key}"],
+        environment={} if key is None else {key: os.environ[key]},
+        device=device,
     )

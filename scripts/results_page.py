@@ -42,7 +42,7 @@ NOTES = {
     "First use": ("newcomer",),
     "Training": ("muon", "states", "ring", "kernel_times", "notebooks", "sweeps"),
     "Checkpoints and data": ("checkpoints", "kills", "tokenizers", "loaders", "hf_loading"),
-    "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "staleness", "served", "frontier", "story"),
+    "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "staleness", "served", "served_bytes", "frontier", "story"),
     "Inference": (
         "exact_answers", "inference_weights", "inference_streaming", "inference_first_token", "server_ends", "harness",
     ),

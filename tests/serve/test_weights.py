@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from tests.core.runtime.test_pulls import address, full
 from tests.serve.test_server import start, tiny, wait_until
 from ztk.core.runtime.comm.pulls import Offer
 from ztk.inference import Generator, InferencePolicy, Output, SamplingParams, UnreadModel
@@ -127,34 +128,38 @@ def test_a_folder_is_taken_and_one_elsewhere_refused(running, tmp_path):
     assert HTTP.get(f"{running.url}/v1/weights").json()["version"] == "v7"
 
 
-def offer_of(state, *, read=None):
-    shapes = {name: (tuple(own.shape), own.dtype) for name, own in state.items()}
-    return Offer(shapes, read=read or state.__getitem__, host="127.0.0.1", timeout_seconds=30)
+@contextmanager
+def offer_of(state):
+    """The address of an offer of this state."""
+    with Offer(timeout_seconds=30) as offer:
+        offer.publish("v", held=[full(name, value) for name, value in state.items()])
+        yield address(offer, "v")
 
 
 def test_tensors_are_pulled_from_another_process(running):
     state = other(18)
-    with offer_of(state) as offer:
-        assert begin(running, "v1", offer=offer.address).status_code == 200
+    with offer_of(state) as where:
+        reply = begin(running, "v1", offer=where)
+    assert reply.status_code == 200 and reply.json()["bytes"] == sum(own.nbytes for own in state.values())
     assert drawn_alone(state) == without_versions(drawn_by(running))
-    assert offer.sent_bytes == sum(own.nbytes for own in state.values())
 
 
 def test_an_owner_that_is_gone_or_offers_others_leaves_the_old_weights(running):
     state, before, reads = other(19), drawn_by(running), []
 
-    def fails(name):
-        reads.append(name)
-        if len(reads) == 3:
-            raise RuntimeError("gone")
-        return state[name]
+    def fails():
+        reads.append(None)
+        raise RuntimeError("gone")
 
-    with offer_of(state, read=fails) as offer:
-        reply = begin(running, "v1", offer=offer.address)
-    assert reply.status_code == 503 and "the process that offers tensors is gone" in reply.json()["error"]["message"]
     name = sorted(state)[0]
-    with offer_of({own: value for own, value in state.items() if own != name}) as offer:
-        reply = begin(running, "v1", offer=offer.address)
+    held = [full(own, value) for own, value in state.items() if own != name]
+    with Offer(timeout_seconds=30) as offer:
+        offer.publish("v", held=[*held, replace(full(name, state[name]), read=fails)])
+        reply = begin(running, "v1", offer=address(offer, "v"))
+    assert reads and reply.status_code == 503, reply.text
+    assert "the process that offers tensors is gone" in reply.json()["error"]["message"]
+    with offer_of({own: value for own, value in state.items() if own != name}) as where:
+        reply = begin(running, "v1", offer=where)
     assert reply.status_code == 400 and f"{name} is missing" in reply.json()["error"]["message"]
     assert begin(running, "v1", offer="http://127.0.0.1:1").status_code == 400
     assert drawn_by(running) == before

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ztk.checkpoint.boxes import Box, boxes_of
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
 from ztk.core.precision.names import DTYPES
+from ztk.core.runtime.boxes import Box, boxes_of
 from ztk.core.runtime.host_memory import view_bytes
 from ztk.core.runtime.part import Part
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from ztk.checkpoint.boxes import Box, boxes_of
 from ztk.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest
 from ztk.checkpoint.model import persistent_buffers
+from ztk.core.runtime.boxes import Box, boxes_of
 from ztk.core.runtime.part import Part
 from ztk.train.engine import Engine
 

@@ -22,6 +22,7 @@ from ztk.core.policies.rollout import (
     BaselineName,
     RolloutEngineName,
     RolloutIdentity,
+    TransferName,
 )
 from ztk.core.policies.runs import device_of, distills_draws, draws, has_tokenizer, is_hugging_face
 
@@ -102,6 +103,10 @@ def _inexact_generator(config: Config, *, machine: Machine) -> Iterator[_Inexact
     """Yields reasons of the inference engine, which has the bits of the native decoder in fp32 on a CPU."""
     engine, fix, tensor = "rollout.engine=generator", "rollout.engine=trainer", config.rollout.tensor or 1
     reasons = []
+    if config.rollout.servers and (cut := cut_degrees(config.topology)):
+        degree, value = next(iter(cut.items()))
+        reason = "sums over parts of a layer round in another way than a server's"
+        yield _Inexact(f"topology.{degree}={value}", reason, "topology=dp", is_generators=True)
     if device_of(config, machine=machine) != "cpu":
         reasons.append("on a GPU attention over the cache adds in another order than the trainer's")
     if is_hugging_face(config.model):
@@ -148,7 +153,10 @@ def _layout_faults(config: Config) -> Iterator[str]:
     cut = cut_degrees(config.topology)
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
     if cut and config.rollout.servers:
-        yield f"{key}: every rank asks rollout.servers for its own answers, and these ranks share theirs; use topology=dp"
+        if config.rollout.servers_transfer is not TransferName.gloo:
+            yield f"{key}: no rank has full weights to send to rollout.servers; use rollout.servers_transfer=gloo, or topology=dp"
+        if config.rollout.staleness and cut.keys() != {"expert"}:
+            yield f"{key}: ranks that share a model share answers between steps; use rollout.staleness=0, or topology=dp"
     elif cut and config.rollout.engine is RolloutEngineName.generator:
         yield (
             f"{key}: rollout.engine=generator draws with a rank's own weights, which are a part of the model; use rollout.engine=trainer, or "

@@ -3,12 +3,14 @@
 names."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch.nn.functional as F
 
 from ztk.inference.describe import Description
-from ztk.inference.products import Affine
+from ztk.inference.products import Affine, UnreadAffine
 
+Linear = TypeVar("Linear", Affine, UnreadAffine)  # an unread one stays unread
 _GROUP = 128  # a block of int4: a rank has full blocks where there are enough
 
 
@@ -48,19 +50,19 @@ class Cut:
         first, stop = (-(-rank * keys // size) for rank in (self.rank, self.rank + 1))
         return range(first * heads // keys, stop * heads // keys), range(first, stop)
 
-    def query(self, full: Affine, *, description: Description) -> Affine:
+    def query(self, full: Linear, *, description: Description) -> Linear:
         """The rows of this rank's query heads."""
         return self.outputs(full, part=_elements(self.heads(description)[0], of=description))
 
-    def key(self, full: Affine, *, description: Description) -> Affine:
+    def key(self, full: Linear, *, description: Description) -> Linear:
         """The rows of the key (or value) heads that this rank's query heads read."""
         return self.outputs(full, part=_elements(self.heads(description)[1], of=description))
 
-    def out(self, full: Affine, *, description: Description) -> Affine:
+    def out(self, full: Linear, *, description: Description) -> Linear:
         """The columns of this rank's query heads. One rank adds the bias."""
         return self.inputs(full, part=_elements(self.heads(description)[0], of=description))
 
-    def inner(self, *, gate: Affine | None, up: Affine, down: Affine) -> tuple[Affine | None, Affine, Affine]:
+    def inner(self, *, gate: Linear | None, up: Linear, down: Linear) -> tuple[Linear | None, Linear, Linear]:
         """This rank's inner columns of an MLP: gate, up, down."""
         part = self.inner_of(up.weight.shape[0])
         own = None if gate is None else self.outputs(gate, part=part)
@@ -68,14 +70,20 @@ class Cut:
 
     def vocabulary(self, full: Affine) -> Affine:
         """This rank's rows of the head, padded with zeros to the same number on all ranks."""
-        if self.size == 1:
-            return full
+        return self.padded(self.tokens(full), vocabulary=full.weight.shape[0])
+
+    def tokens(self, full: Linear) -> Linear:
+        """This rank's rows of the head or of the embedding; fewer on the last ranks."""
         total = full.weight.shape[0]
         rows = -(-total // self.size)
-        start, stop = min(self.rank * rows, total), min((self.rank + 1) * rows, total)
-        part, missing = self.outputs(full, part=range(start, stop)), rows - (stop - start)
-        bias = None if part.bias is None else F.pad(part.bias, (0, missing))
-        return Affine(weight=F.pad(part.weight, (0, 0, 0, missing)), bias=bias)
+        return self.outputs(full, part=range(min(self.rank * rows, total), min((self.rank + 1) * rows, total)))
+
+    def padded(self, own: Affine, *, vocabulary: int) -> Affine:
+        """Adds rows of zeros to those of `tokens`, so that all ranks have the same number. vocabulary: rows of all ranks together."""
+        if not (missing := -(-vocabulary // self.size) - own.weight.shape[0]):
+            return own
+        bias = None if own.bias is None else F.pad(own.bias, (0, missing))
+        return Affine(weight=F.pad(own.weight, (0, 0, 0, missing)), bias=bias)
 
     def inner_of(self, width: int) -> range:
         """This rank's part of inner columns: groups divided as evenly as possible, so that no rank is empty."""
@@ -84,19 +92,20 @@ class Cut:
         start, stop = (rank * groups // self.size * grain for rank in (self.rank, self.rank + 1))
         return range(start, min(stop, width))
 
-    def outputs(self, full: Affine, *, part: range) -> Affine:
+    def outputs(self, full: Linear, *, part: range) -> Linear:
         """The part of a linear layer for these outputs."""
         if self.size == 1:
             return full
-        bias = None if full.bias is None else full.bias[part.start : part.stop]
-        return Affine(weight=full.weight[part.start : part.stop], bias=bias)
+        rows = slice(part.start, part.stop)
+        return replace(full, weight=full.weight[rows], bias=None if full.bias is None else full.bias[rows])
 
-    def inputs(self, full: Affine, *, part: range) -> Affine:
-        """The part of a linear layer for these inputs, with steps of all inputs if it is quantised. One rank adds the bias."""
+    def inputs(self, full: Linear, *, part: range) -> Linear:
+        """The part of a linear layer for these inputs, with the full weight for steps of all inputs. One rank adds the bias."""
         if self.size == 1:
             return full
-        weight = full.weight[:, part.start : part.stop].contiguous()
-        return Affine(weight=weight, bias=full.bias if self.rank == 0 else None, full=full.weight, start=part.start)
+        bias = full.bias if self.rank == 0 else None
+        own = full.weight[:, part.start : part.stop]
+        return replace(full, weight=own, bias=bias, full=full.weight, start=part.start, columns=len(part))
 
 
 def _elements(heads: range, *, of: Description) -> range:

@@ -314,7 +314,7 @@ class Generator:
 
     def prepare(self, folder: str) -> Future[None]:
         """Begins to read the weights of `folder` on every rank, in a thread, next to the model that goes on computing; `switch` takes them then
-        at once. Until then each rank has its part of both models, and one full tensor at a time.
+        at once. Until then each rank has its part of both models, and its part of one tensor at a time.
 
         Between two steps, on the first rank, while the others `follow`. Returns a future that is done when this rank has read them, or could
         not. Raises RuntimeError as `switch`.
@@ -325,23 +325,27 @@ class Generator:
                 self._computing.prepare(folder)
             return self._prepare(folder).done
 
-    def switch(self, folder: str, *, version: str) -> None:
+    def switch(self, folder: str, *, version: str) -> int:
         """Between two steps, takes the weights of `folder`, all of them or none. Requests under way go on with them: the tokens that they have
         stay, and keys and values are computed again. On the first rank, while the others `follow`. Reads the weights, unless `prepare` has.
+        Returns the bytes that all ranks have read of them.
 
         Raises:
             RuntimeError: layers are streamed, or the generator was made without `open_weights`.
             ValueError: weights that do not fit the model, or are not finite. The old ones stay.
+            ConnectionError: the process that has them is gone. The old ones stay.
         """
         self._check_switch()
         with self._lock:
             self._end_cancelled()
             if isinstance(self._computing, Leading):
                 self._computing.switch(folder)
-            if (error := self._switch(folder)) is not None:
-                raise error
+            taken = self._switch(folder)
+            if isinstance(taken, Exception):
+                raise taken
             self._scheduler.recompute()
             self._stepper.version = version
+            return taken
 
     @property
     def version(self) -> str | None:
@@ -437,27 +441,36 @@ class Generator:
         assert self._open_weights is not None, "`prepare` and `switch` have checked it"
         open_weights, like = self._open_weights, self._model
 
-        def build() -> Model:
+        def build() -> tuple[Model, int]:
             with open_weights(folder) as source:
-                return self._opening.reopened(source, like=like, subject=self._subject)
+                model = self._opening.reopened(source, like=like, subject=self._subject)
+                return model, getattr(source.state, "read_bytes", 0)
 
         self._next = _Next(folder, build=build)
         return self._next
 
-    def _switch(self, folder: str) -> Exception | None:
-        """On every rank: takes the weights of `folder`, unless a rank cannot; returns that error. Raises PeerLost."""
+    def _switch(self, folder: str) -> int | Exception:
+        """On every rank: takes the weights of `folder`, unless a rank cannot; returns that error, or the bytes that all ranks have read. Raises
+        PeerLost."""
         following, self._next = self._next, None
         if following is None or following.folder != folder:
             following = self._prepare(folder)
             self._next = None
         model, error = following.result()
+        nbytes = following.read_bytes
         if self._ranks is not None:
-            texts = self._ranks.gather(None if error is None else str(error))
-            error = error or next((ValueError(text) for text in texts if text is not None), None)
-        if error is None and model is not None:
-            self._replace(model)
-            return_freed_memory()  # the old weights'
-        return error
+            found = self._ranks.gather(
+                (None if error is None else str(error), isinstance(error, ConnectionError), nbytes)
+            )
+            for text, is_lost, _ in found:
+                if error is None and text is not None:
+                    error = ConnectionError(text) if is_lost else ValueError(text)
+            nbytes = sum(each for _, _, each in found)
+        if error is not None or model is None:
+            return error or RuntimeError("the weights were not read")
+        self._replace(model)
+        return_freed_memory()  # the old weights'
+        return nbytes
 
     def _replace(self, model: Model) -> None:
         """Computes with `model` from now on. A collective call of the ranks that share it."""
@@ -558,11 +571,12 @@ class Generator:
 class _Next:
     """A model that a thread builds from the weights of a folder."""
 
-    def __init__(self, folder: str, *, build: Callable[[], Model]) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, *, build: Callable[[], tuple[Model, int]]) -> None:
+        """build: returns the model and the bytes that were read."""
+        self.folder, self.read_bytes = folder, 0
         self.done: Future[None] = Future()
         self._model: Model | None = None
-        self._build: Callable[[], Model] | None = build
+        self._build: Callable[[], tuple[Model, int]] | None = build
         self._thread = threading.Thread(target=self._run, name="ztk-weights", daemon=True)
         self._thread.start()
 
@@ -575,7 +589,7 @@ class _Next:
         assert self._build is not None, "it has just begun"
         error: Exception | None = None
         try:
-            self._model = self._build()
+            self._model, self.read_bytes = self._build()
         except Exception as own:  # noqa: BLE001 - every rank learns of it in `switch`
             error = own
         self._build = None  # it holds the model before

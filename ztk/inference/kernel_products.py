@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.placement import Placement
-from ztk.inference.products import Affine, Product, in_groups
+from ztk.inference.products import Affine, Product, in_groups, largest_of
 from ztk.kernels import linear_rows, quantise_weight
 from ztk.kernels.shared.fitting import GROUP
 from ztk.kernels.shared.weight_formats import BLOCK
@@ -21,7 +21,8 @@ class RowsProduct(Product):
         else:
             full, own, self.front = in_groups(affine, group=BLOCK if form == "int4" else 1)
             full = full.to(placement.device, torch.float32)
-            weight, scales = quantise_weight(full, kind=form, moments=affine.moments)
+            largest = None if form == "int4" or (found := largest_of(affine)) is None else found.to(full.device)
+            weight, scales = quantise_weight(full, kind=form, moments=affine.moments, largest=largest)
             assert scales is not None, "formats of 8 and 4 bits have them"
             each = weight.shape[1] / full.shape[1]  # bytes of an input
             self.weight = weight[:, int(own.start * each) : int(own.stop * each)].contiguous()

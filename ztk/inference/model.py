@@ -148,7 +148,8 @@ class InferenceModel(Model):
     def embed(self, tokens: Tensor, *, step: Step) -> Tensor:
         """tokens int64 [M] -> the first block's input [M, C]."""
         of = self.description
-        x = F.embedding(tokens, self.weights.embedding)
+        table = self.weights.embedding
+        x = F.embedding(tokens, table) if self.ranks is None else self.ranks.look_up(tokens, table=table)
         if of.embedding_scale != 1:
             x = x * of.embedding_scale
         if self.weights.positions is not None:

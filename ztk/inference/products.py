@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.core.runtime.host_memory import use_huge_pages
+from ztk.inference.stored import Stored, rows_of_largest, values_of
 from ztk.nn.linear import HAS_ONEDNN, linear
 
 _PACKED_FOR = 64  # rows that the packed layout is best for
@@ -28,26 +29,54 @@ _by_onednn = torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None
 class Affine:
     """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm.
 
-    full: [out, inputs of all ranks], of which `weight` holds the columns from `start` on. Quantised formats are computed from it, so that
-    all ranks use the weights of a single rank.
+    full: [out, inputs of all ranks], of which `weight` holds the columns from `start` on. Quantised formats take scales, or columns of the
+    first and the last group, from it, so that all ranks use the weights of a single rank.
+    columns: number of columns of `weight` that `full` has; further ones are padding.
     moments: float64 [in, in], the sum of x x^T over inputs x of all ranks; int4 weights then minimise the error of the outputs.
     """
 
     weight: Tensor
     bias: Tensor | None = None
-    full: Tensor | None = None
+    full: "Tensor | Stored | None" = None
     start: int = 0
+    columns: int = 0
     moments: Tensor | None = None
 
 
+@dataclass(kw_only=True, slots=True)
+class UnreadAffine:
+    """An `Affine` whose values are not read yet, without moments."""
+
+    weight: Stored
+    bias: Stored | None = None
+    full: Stored | None = None
+    start: int = 0
+    columns: int = 0
+
+
 def in_groups(affine: Affine, *, group: int) -> tuple[Tensor, range, int]:
-    """The input of quantisation: (fp32 [out, n] of all ranks' inputs, this rank's range of them, number of leading columns of another
-    rank). The part begins and ends with groups of `group` inputs of all ranks."""
+    """The input of quantisation: (fp32 [out, n] of whole groups of `group` inputs, this rank's range of them, number of leading columns of
+    another rank). With second moments, n are the inputs of all ranks.
+    """
     front, columns = affine.start % group, affine.weight.shape[1]
-    full = F.pad(affine.weight, (front, 0)) if affine.full is None else affine.full
-    first = 0 if affine.full is None else affine.start - front
-    stop = first + -(-(front + columns) // group) * group
-    return F.pad(full, (0, max(stop - full.shape[1], -full.shape[1] % group))), range(first, stop), front
+    width = -(-(front + columns) // group) * group
+    if affine.full is not None and affine.moments is not None:
+        full, first = values_of(affine.full), affine.start - front
+        stop = first + width
+        return F.pad(full, (0, max(stop - full.shape[1], -full.shape[1] % group))), range(first, stop), front
+    own = affine.weight
+    if affine.full is not None and width > affine.columns:
+        first = affine.start - front
+        before = values_of(affine.full[:, first : affine.start])
+        after = values_of(affine.full[:, affine.start + affine.columns : first + width])
+        own = torch.cat([before, own[:, : affine.columns], after], dim=1)
+        return F.pad(own, (0, width - own.shape[1])), range(width), front
+    return F.pad(own, (front, width - front - columns)), range(width), front
+
+
+def largest_of(affine: Affine) -> Tensor | None:
+    """fp32 [out]: the largest absolute weights over all ranks' inputs. None if `weight` has all inputs."""
+    return None if affine.full is None else rows_of_largest(affine.full)
 
 
 class Product:

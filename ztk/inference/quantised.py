@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ztk.inference.products import Affine, Product, in_groups
+from ztk.inference.products import Affine, Product, in_groups, largest_of
 from ztk.kernels import quantise_weight
 from ztk.kernels.shared.fitting import GROUP, fit_weight
 
@@ -64,11 +64,10 @@ class Int8Product(Product):
     def __init__(self, affine: Affine) -> None:
         out, columns = affine.weight.shape
         self.shape, self.doubles, self._bias = (out, columns), True, affine.bias
-        full, own, _ = in_groups(affine, group=1)
-        steps, scale = quantise_weight(full, kind="int8")
+        steps, scale = quantise_weight(affine.weight, kind="int8", largest=largest_of(affine))
         assert scale is not None, "int8 has scales"
         self._scale = scale
-        self._steps = torch.ops.onednn.qlinear_prepack(steps[:, own.start : own.stop].contiguous(), None)
+        self._steps = torch.ops.onednn.qlinear_prepack(steps.contiguous(), None)
         self.nbytes = out * columns + self._scale.nbytes
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.core.runtime.comm import Comm, CommMismatch, PeerLost
@@ -31,6 +32,12 @@ class Ranks:
     def join(self, part: Tensor) -> Tensor:
         """All ranks' columns: [M, N] of any dtype -> [M, size N]."""
         return torch.cat(list(self._gathered(part)), dim=1)
+
+    def look_up(self, tokens: Tensor, *, table: Tensor) -> Tensor:
+        """The rows of tokens, int64 [M], in a table whose rows the ranks divide, as many on each: this rank's [rows, C] -> [M, C]."""
+        rows = table.shape[0]
+        own = F.embedding((tokens - self.cut.rank * rows).clamp_(0, rows - 1), table)
+        return self._gathered(own)[tokens // rows, torch.arange(len(tokens), device=tokens.device)]
 
     def join_keys(self, part: Tensor, *, description: Description) -> Tensor:
         """The columns of all key heads, each once: [M, own heads D] of any dtype -> [M, all heads D]."""

@@ -17,8 +17,9 @@ from ztk.inference.cut import Cut
 from ztk.inference.describe import NAMES, Description
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.placement import Placement
-from ztk.inference.products import Affine, Product
+from ztk.inference.products import Affine, Product, UnreadAffine
 from ztk.inference.quantised import FORMATS
+from ztk.inference.stored import Stored, divided
 
 _INNER = 64
 # By `InferencePolicy.weights`: formats of `ztk.kernels` for the layers and the head.
@@ -77,7 +78,10 @@ Values = Mapping[
 
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order: a list or `StreamedLayers`, norm, head [V, C]."""
+    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order: a list or `StreamedLayers`, norm, head [V, C].
+
+    Ranks that share a model divide the rows of embedding and head.
+    """
 
     embedding: Tensor
     layers: Iterable[Layer]
@@ -180,22 +184,29 @@ class WeightReader:
         products: Products | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        self._state, self._of, self._names = state, description, NAMES[description.family]
+        self._state, self._source = state, divided(state)
+        self._of, self._names = description, NAMES[description.family]
         self._cut, self._placement, self._inputs = cut or Cut(), placement, inputs
         self._moments: Iterator[Tensor] | None = None
         self._layer_product, self._head_product, self._plain_product = products or products_of(placement)
 
     def rest(self) -> Weights:
         """Everything but the layers."""
-        names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
-        head = Affine(weight=embedding) if self._of.is_tied else self._affine(names.head)
+        names, cut, vocabulary = self._names, self._cut, self._of.vocab_size
+        table = UnreadAffine(weight=self._stored(f"{names.embedding}.weight"))
+        rows = cut.padded(self._read(cut.tokens(table)), vocabulary=table.weight.shape[0])
+        unread = self._unread(names.head) if not self._of.is_tied else None
+        head = rows if unread is None else cut.padded(self._read(cut.tokens(unread)), vocabulary=vocabulary)
+        embedding = self._placement.place(rows.weight)
+        if cut.size > 1 and embedding.untyped_storage().nbytes() > embedding.nbytes:  # a view would keep all rows
+            embedding = embedding.clone()
         return Weights(
-            embedding=self._placement.place(embedding),
+            embedding=embedding,
             positions=self._placement.place(self._tensor(f"{names.positions}.weight")) if names.positions else None,
             embedding_norm=self._norm(names.embedding_norm) if names.embedding_norm else None,
             layers=[],
             norm=self._norm(names.norm),
-            head=self._head_product(self._cut.vocabulary(head)),
+            head=self._head_product(head),
         )
 
     def layer(self, number: int) -> Layer:
@@ -217,15 +228,12 @@ class WeightReader:
 
     def qkv(self, number: int) -> Product:
         """The projections of queries, keys and values of a block."""
-        of, (query, key, value) = self._of, self._projections(self._names.block.format(number))
-        query = self._cut.query(query, description=of)
-        key, value = (self._cut.key(part, description=of) for part in (key, value))
-        return self._product(_joined([query, key, value]))
+        return self._product(_joined(self._projections(self._names.block.format(number))))
 
     def out(self, number: int) -> Product:
         """The output projection of a block's attention."""
         out = self._matrix(self._names.block.format(number) + self._names.out)
-        return self._product(self._cut.out(out, description=self._of))
+        return self._product(self._read(self._cut.out(out, description=self._of)))
 
     def mlp(self, number: int) -> Mlp | None:
         """The MLP of a block, or the shared expert next to its experts; None where there is neither."""
@@ -235,7 +243,7 @@ class WeightReader:
         shared = f"{block}mlp.{names.shared}."
         if f"{shared}{names.parts[1]}.weight" not in self._state:
             return None
-        gate, up, down = (self._affine(shared + part) for part in names.parts)
+        gate, up, down = (self._unread(shared + part) for part in names.parts)
         return self._padded(gate=gate, up=up, down=down)
 
     def places(self, number: int) -> dict[str, tuple[str, ...]]:
@@ -252,24 +260,31 @@ class WeightReader:
     def _is_sparse(self, number: int) -> bool:
         return bool(self._of.experts) and number not in self._of.dense_layers
 
-    def _projections(self, block: str) -> tuple[Affine, Affine, Affine]:
-        names, of = self._names, self._of
+    def _projections(self, block: str) -> list[Affine]:
+        """This rank's queries, keys and values."""
+        names, of, cut = self._names, self._of, self._cut
         if not names.fused:
-            query, key, value = (self._affine(block + part) for part in (names.query, names.key, names.value))
-            return query, key, value
-        fused = self._matrix(block + names.query)
-        sizes = [of.heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim]
+            full = [self._unread(block + part) for part in (names.query, names.key, names.value)]
+        elif names.fused == "heads":
+            return self._by_head(self._matrix(block + names.query))
+        else:
+            fused, width = self._matrix(block + names.query), of.kv_heads * of.head_dim
+            first = of.heads * of.head_dim
+            full = [_rows_of(fused, 0, first), *(_rows_of(fused, at, at + width) for at in (first, first + width))]
+        query, *others = full
+        own = [cut.query(query, description=of), *(cut.key(part, description=of) for part in others)]
+        return [self._read(part) for part in own]
 
-        def cut(tensor: Tensor) -> list[Tensor]:
-            if names.fused == "heads":  # [heads, 3, D, ...]
-                by_head = tensor.view(of.heads, 3, of.head_dim, *tensor.shape[1:])
-                return [by_head[:, part].flatten(0, 1).contiguous() for part in range(3)]
-            return [part.contiguous() for part in tensor.split(sizes)]
+    def _by_head(self, fused: UnreadAffine) -> list[Affine]:
+        """Queries, keys and values that follow each other per head: rows [heads, 3, D]. There are as many key heads as query heads."""
+        of, own = self._of, self._cut.heads(self._of)[0]
+        read = self._read(_rows_of(fused, own.start * 3 * of.head_dim, own.stop * 3 * of.head_dim))
 
-        weights = cut(fused.weight)
-        biases = [None] * 3 if fused.bias is None else cut(fused.bias)
-        query, key, value = (Affine(weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
-        return query, key, value
+        def part(tensor: Tensor, number: int) -> Tensor:
+            return tensor.view(len(own), 3, of.head_dim, *tensor.shape[1:])[:, number].flatten(0, 1).contiguous()
+
+        biases = [None] * 3 if read.bias is None else [part(read.bias, number) for number in range(3)]
+        return [Affine(weight=part(read.weight, number), bias=biases[number]) for number in range(3)]
 
     def _product(self, affine: Affine) -> Product:
         return self._layer_product(affine if self._moments is None else replace(affine, moments=next(self._moments)))
@@ -278,9 +293,9 @@ class WeightReader:
         names = self._names
         down = self._matrix(block + names.down)
         if names.gate and not names.up:  # both in one
-            gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
+            gate, up = _halves(self._stored(f"{block}{names.gate}.weight"))
             return self._padded(gate=gate, up=up, down=down)
-        gate = self._affine(block + names.gate) if names.gate else None
+        gate = self._unread(block + names.gate) if names.gate else None
         return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
 
     def _add_experts(self, layer: Layer, *, block: str) -> None:
@@ -292,23 +307,24 @@ class WeightReader:
         if f"{block}shared_expert_gate.weight" in self._state:
             layer.shared_gate = self._plain_product(self._affine(f"{block}shared_expert_gate"))
 
-    def _native_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
+    def _native_experts(self, block: str) -> tuple[Product, Iterator[tuple[UnreadAffine, UnreadAffine, UnreadAffine]]]:
         """`ztk.nn.moe`: gate and up [E, C, F], down [E, F, C]."""
-        stacked = [self._tensor(f"{block}experts.{part}") for part in ("gate", "up", "down")]
-        each = (tuple(Affine(weight=part.t().contiguous()) for part in parts) for parts in zip(*stacked, strict=True))
+        stacked = [self._stored(f"{block}experts.{part}") for part in ("gate", "up", "down")]
+        count = stacked[0].shape[0]
+        each = (tuple(UnreadAffine(weight=part[number].t()) for part in stacked) for number in range(count))
         return self._plain_product(self._affine(f"{block}router")), each
 
-    def _pretrained_experts(self, block: str) -> tuple[Product, Iterator[tuple[Affine, Affine, Affine]]]:
+    def _pretrained_experts(
+        self, block: str
+    ) -> tuple[Product, Iterator[tuple[UnreadAffine, UnreadAffine, UnreadAffine]]]:
         """transformers: gate and up [E, 2 F, C] one after the other, down [E, C, F]."""
-        gate_up, down = self._tensor(f"{block}experts.gate_up_proj"), self._tensor(f"{block}experts.down_proj")
-        each = (
-            (*(Affine(weight=part) for part in both.chunk(2)), Affine(weight=out))
-            for both, out in zip(gate_up, down, strict=True)
-        )
+        gate_up, down = self._stored(f"{block}experts.gate_up_proj"), self._stored(f"{block}experts.down_proj")
+        each = ((*_halves(gate_up[number]), UnreadAffine(weight=down[number])) for number in range(gate_up.shape[0]))
         return self._plain_product(self._affine(f"{block}gate")), each
 
-    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
-        gate, up, down = self._cut.inner(gate=gate, up=up, down=down)
+    def _padded(self, *, up: UnreadAffine, down: UnreadAffine, gate: UnreadAffine | None) -> Mlp:
+        parts = self._cut.inner(gate=gate, up=up, down=down)
+        gate, up, down = (None if part is None else self._read(part) for part in parts)
         extra = -up.weight.shape[0] % _INNER
 
         def rows(part: Affine) -> Affine:
@@ -330,28 +346,49 @@ class WeightReader:
         weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
         return Affine(weight=weight + self._of.norm_offset if self._of.norm_offset else weight, bias=bias)
 
-    def _matrix(self, name: str) -> Affine:
+    def _matrix(self, name: str) -> UnreadAffine:
         """A linear layer, or GPT-2's Conv1D, whose weight is [in, out]."""
-        found = self._affine(name)
-        if self._names.fused == "columns":
-            found.weight = found.weight.t().contiguous()
-        return found
+        found = self._unread(name)
+        return replace(found, weight=found.weight.t()) if self._names.fused == "columns" else found
 
     def _affine(self, name: str) -> Affine:
-        bias = self._tensor(f"{name}.bias") if f"{name}.bias" in self._state else None
-        return Affine(weight=self._tensor(f"{name}.weight"), bias=bias)
+        return self._read(self._unread(name))
 
-    def _tensor(self, name: str) -> Tensor:
+    def _unread(self, name: str) -> UnreadAffine:
+        bias = self._stored(f"{name}.bias") if f"{name}.bias" in self._state else None
+        return UnreadAffine(weight=self._stored(f"{name}.weight"), bias=bias)
+
+    def _read(self, unread: UnreadAffine) -> Affine:
+        weight, bias = self._values(unread.weight), None if unread.bias is None else self._values(unread.bias)
+        return Affine(weight=weight, bias=bias, full=unread.full, start=unread.start, columns=unread.columns)
+
+    def _stored(self, name: str) -> Stored:
         if name not in self._state:
             raise ValueError(f"the weights lack {name}, which a model of the family {self._of.family} has")
-        found = self._state[name].detach()
+        return Stored.of(self._source, name)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._values(self._stored(name))
+
+    def _values(self, stored: Stored) -> Tensor:
+        found = stored.read()
         if (
             not found.sum().isfinite() and not found.isfinite().all()
         ):  # a sum is five times faster, and finite only where all are
             raise ValueError(
-                f"the parameter {name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
+                f"the parameter {stored.name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
                 "otherwise look for NaN or inf in the weights"
             )
         if self._placement.by_kernels:  # as stored: a product on the same device and of the same dtype is a view of it
             return found.to(self._placement.device)
         return found.to(device="cpu", dtype=torch.float32)
+
+
+def _rows_of(full: UnreadAffine, start: int, stop: int) -> UnreadAffine:
+    return replace(full, weight=full.weight[start:stop], bias=None if full.bias is None else full.bias[start:stop])
+
+
+def _halves(both: Stored) -> tuple[UnreadAffine, UnreadAffine]:
+    """Gate and up in one: the first and the second half of the rows."""
+    half = both.shape[0] // 2
+    return UnreadAffine(weight=both[:half]), UnreadAffine(weight=both[half:])

@@ -105,10 +105,10 @@ class WeightRoutes:
 
     async def _taken(self, source: str, *, version: str, on_update: OnUpdate) -> Response:
         """Waits until the engine computes with the weights of a folder, or of an offer."""
-        started = time.perf_counter()
+        started, sizes = time.perf_counter(), list[int]()
         update = Update(
             prepare=lambda: self._generator.prepare(source),
-            take=lambda: self._generator.switch(source, version=version),
+            take=lambda: sizes.append(self._generator.switch(source, version=version)),
             on_update=on_update,
         )
         try:
@@ -121,7 +121,7 @@ class WeightRoutes:
             raise BadRequest(f"the old weights stay: {error}") from error
         except ConnectionError as error:
             raise BadRequest(f"the old weights stay: {error}", status=503) from error
-        return JSONResponse({"version": version, "seconds": time.perf_counter() - started})
+        return JSONResponse({"version": version, "seconds": time.perf_counter() - started, "bytes": sum(sizes)})
 
 
 def weight_routes(routes: WeightRoutes | None, *, authorise: Callable[[Request], None]) -> list[Route]:

@@ -1,6 +1,6 @@
 """New weights for a running server: files of a folder, parts that arrive by HTTP and are files until all have come, or tensors that it pulls.
 
-They are read one tensor at a time, on every rank that shares the model, so that no rank has more than one full tensor next to its own part.
+They are read one tensor at a time, on every rank that shares the model. A rank reads only the rows or columns that it keeps.
 """
 
 import fcntl
@@ -11,16 +11,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ztk.core.runtime.boxes import Box
 from ztk.core.runtime.comm.pulls import SCHEME, pulled
 from ztk.inference import UnreadModel
 from ztk.inference.module_model import is_own_family
-from ztk.serve.models import Opened, Parameters
+from ztk.serve.models import Opened
 from ztk.serve.values import BadRequest, shown
 
 _PREFIX, _NAMED, _HEADER_BYTES = ".incoming-", 5, 1 << 24  # folders of parts; names in an error; of a file
@@ -66,31 +67,24 @@ class Expected:
 
     @contextmanager
     def opened(self, source: str) -> Iterator[UnreadModel]:
-        """The weights of a folder's files, or of an address of offered tensors, read one by one while the context is open.
+        """The weights of a folder's files, or of addresses of offered tensors, read one by one while the context is open.
 
         Raises BadRequest as `check`, and ConnectionError as `pulled`.
         """
         with ExitStack() as stack:
             if source.startswith(SCHEME):
-                tensors = stack.enter_context(pulled(source, timeout_seconds=_PULL_SECONDS))
+                offered = stack.enter_context(pulled(source, timeout_seconds=_PULL_SECONDS))
                 kinds = {
                     name: (list(shape), _DTYPES.get(dtype, str(dtype)))
-                    for name, (shape, dtype) in tensors.shapes.items()
+                    for name, (shape, dtype) in offered.shapes.items()
                 }
                 self.check([kinds])
-                names, values = list(tensors), tensors.__getitem__
+                tensors: _Tensors = offered
             else:
                 files = [stack.enter_context(_open(path)) for path in _files_of(Path(source))]
                 self.check(map(_kinds_of, files))
-                places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-                names, values = list(places), lambda name: places[name].get_tensor(name)
-
-            def read(name: str) -> Tensor:
-                # A copy: a file may change or go.
-                return values(name).to(self.parameters[name].dtype, copy=True)
-
-            state = Parameters({name: name for name in names}, read=read)
-            yield UnreadModel(module=self.module, state=state)
+                tensors = _Files({name: file for file in files for name in file.keys()})  # noqa: SIM118
+            yield UnreadModel(module=self.module, state=Unread(tensors, parameters=self.parameters))
 
     def check(self, parts: Iterable[Kinds], *, before: Collection[str] | None = None) -> list[str]:
         """Returns the names of the tensors in these parts. before: names of earlier parts, if others follow.
@@ -120,6 +114,71 @@ class Expected:
             yield f"{name} has the shape {shape} instead of {list(own.shape)}"
         elif dtype not in _DTYPES.values():
             yield f"{name} has the dtype {dtype} instead of {', '.join(_DTYPES.values())}"
+
+
+class _Tensors(Protocol):
+    """Tensors that are read in parts. read_bytes: bytes of the values that were read so far."""
+
+    read_bytes: int
+
+    def part(self, name: str, *, box: Box) -> Tensor: ...
+
+    def largest(self, name: str, *, box: Box, axis: int) -> Tensor: ...
+
+
+class _Files:
+    """Tensors of opened files, by name."""
+
+    def __init__(self, places: Mapping[str, Any]) -> None:
+        self._places, self.read_bytes = places, 0
+
+    def part(self, name: str, *, box: Box) -> Tensor:
+        file = self._places[name]
+        is_full = list(box.shape) == file.get_slice(name).get_shape()
+        # A copy: a file may change or go.
+        found = (file.get_tensor(name) if is_full else file.get_slice(name)[box.slices]).clone()
+        self.read_bytes += found.nbytes
+        return found
+
+    def largest(self, name: str, *, box: Box, axis: int) -> Tensor:
+        return self._places[name].get_tensor(name)[box.slices].abs().amax(axis)
+
+
+class Unread(Mapping[str, Tensor]):
+    """The parameters of new weights, read on access, in full or in parts, in the dtypes of `parameters`."""
+
+    def __init__(self, tensors: _Tensors, *, parameters: Mapping[str, Tensor]) -> None:
+        """tensors: with the names, shapes and any dtypes of `parameters`."""
+        self._tensors, self._parameters = tensors, parameters
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the values that were read so far."""
+        return self._tensors.read_bytes
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._parameters[name].shape)
+
+    def part(self, name: str, *, box: Box) -> Tensor:
+        if not box.numel:
+            return torch.empty(box.shape, dtype=self._parameters[name].dtype)
+        return self._tensors.part(name, box=box).to(self._parameters[name].dtype)
+
+    def largest(self, name: str, *, box: Box, axis: int) -> Tensor:
+        return self._tensors.largest(name, box=box, axis=axis).to(self._parameters[name].dtype)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shape_of(name)
+        return self.part(name, box=Box(start=(0,) * len(shape), shape=shape))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 class Incoming:

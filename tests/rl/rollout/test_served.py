@@ -14,6 +14,7 @@ import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
 from tests.rl.rollout.test_environments import LONG
+from tests.rl.rollout.test_layouts import SHORT
 from tests.serve.test_server import start, wait_until
 from ztk.config import ConfigError, Machine, compose
 from ztk.core.policies.rollout import TransferName
@@ -75,6 +76,22 @@ def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, w
     assert rows == own if ahead else [without(row, *STALENESS) for row in rows] == own
     assert all(("rollout_k3" in row) == ahead and (ahead or row["rollout_differing"] == 0) for row in rows)
     assert not (tmp_path / "served" / "served_weights").exists()
+
+
+@pytest.mark.parametrize(("topology", "more"), [("tp2", ("zero=stage3",)), ("pp2", ())])
+def test_ranks_that_share_a_model_give_servers_its_parts_and_get_the_same_answers(ranks, tmp_path, topology, more):
+    words = (*SHORT, *more, f"topology={topology}")
+    config = config_of("grpo", *words, "rollout.identity=corrected", folder=tmp_path / "own", ranks=2)
+    ranks(2).run(play, config=config)
+    with served(config, folder=tmp_path) as urls:
+        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
+        words += ("rollout.servers=[http://a:8000]", "rollout.servers_transfer=gloo")
+        other = config_of("grpo", *words, folder=tmp_path / "served", ranks=2, **where)
+        found = ranks(2).run(play, config=other)
+    assert all(rank["rollouts"] == found[0]["rollouts"] for rank in found)
+    for own, row in zip(rows_of(tmp_path / "own"), rows_of(tmp_path / "served"), strict=True):
+        assert row["reward"] == own["reward"] and row["loss"] == pytest.approx(own["loss"], rel=1e-4, abs=1e-5)
+        assert row["rollout_staleness_max"] == 0 and row["rollout_k3"] < 1e-8
 
 
 @pytest.mark.parametrize("words", [EXACT, ("rollout.staleness=1",)], ids=["exact", "ahead"])
@@ -196,7 +213,7 @@ def rank_of(*stubs, tmp_path, patience=30.0, sends=True):
     fleet = Fleet(clients, sends=sends, patience_seconds=patience, **names)
     (tmp_path / "0.safetensors").write_bytes(b"values")
     try:
-        fleet.publish("v1", folder=tmp_path)
+        fleet.publish("v1", weights=tmp_path)
         yield fleet
     finally:
         fleet.close()
@@ -230,7 +247,7 @@ def test_answers_are_in_order_and_a_prompt_goes_to_one_server_again(tmp_path):
         assert drawn_by(fleet) == EXPECTED
         assert all(stub.taken == ["v1"] for stub in stubs if stub.asked)
         homes = [{tuple(prompts[0]) for prompts in stub.asked} for stub in stubs]
-        fleet.publish("v2", folder=tmp_path)
+        fleet.publish("v2", weights=tmp_path)
         assert drawn_by(fleet) == EXPECTED
     assert not homes[0] & homes[1] and len(homes[0] | homes[1]) == 12
 
@@ -277,6 +294,33 @@ def test_the_only_server_is_asked_again_after_its_machine_lost_its_power(tmp_pat
         assert time.monotonic() - began < patience / 2
 
 
+def test_a_server_that_moves_is_found_at_its_new_address(tmp_path):
+    stubs, places = (Stub(), Stub()), []
+
+    def find():
+        if not places:
+            raise ConnectionError("Ray has not placed it")
+        return places[-1].url
+
+    names = {"key": "rollout.servers", "wait_key": "rollout.servers_wait"}
+    client = ZtkClient(Channel("ray 0", seconds=30.0, find=find), parameters={"w": (2,)})
+    fleet = Fleet([client], sends=True, patience_seconds=30.0, **names)
+    (tmp_path / "0.safetensors").write_bytes(b"values")
+    try:
+        fleet.publish("v1", weights=tmp_path)
+        with ThreadPoolExecutor(1) as pool:
+            drawn = pool.submit(drawn_by, fleet)
+            wait_until(lambda: "Ray has not placed it" in fleet._servers[0].error)
+            places.append(stubs[0])
+            assert drawn.result(30) == EXPECTED
+            places.clear()
+            drawn = pool.submit(drawn_by, fleet)
+            places.append(stubs[1])
+            assert drawn.result(30) == EXPECTED and stubs[1].taken == ["v1"]
+    finally:
+        fleet.close()
+
+
 def test_a_server_that_restarts_once_rank_0_has_its_answers_gets_the_weights_again(tmp_path):
     stub = Stub()
     with fleet_of(stub, tmp_path=tmp_path) as leading, rank_of(stub, tmp_path=tmp_path, sends=False) as other:
@@ -291,7 +335,7 @@ def test_answers_under_way_go_on_with_newer_weights_and_have_the_version_of_each
     with fleet_of(stub, tmp_path=tmp_path) as fleet, ThreadPoolExecutor(2) as pool:
         earlier = pool.submit(draw_by, fleet, prompts=[[1]], sampling=[SamplingParams(draw_key=7)], oldest="v1")
         wait_until(lambda: len(stub.asked) == 1)
-        fleet.publish("v2", folder=tmp_path)
+        fleet.publish("v2", weights=tmp_path)
         wait_until(lambda: stub.version == "v2")
         later = pool.submit(draw_by, fleet, prompts=[[2]], sampling=[SamplingParams(draw_key=8)])
         wait_until(lambda: len(stub.asked) == 2)
@@ -306,7 +350,7 @@ def test_an_answer_by_older_weights_than_allowed_is_drawn_again(tmp_path):
     stub.answers = first(1, then=lambda server: setattr(server, "version", "v1") or True)
     with fleet_of(stub, tmp_path=tmp_path) as fleet:
         wait_until(lambda: stub.version == "v1")
-        fleet.publish("v2", folder=tmp_path)
+        fleet.publish("v2", weights=tmp_path)
         assert drawn_by(fleet) == EXPECTED
     assert stub.taken == ["v1", "v2", "v2"]
 
@@ -348,11 +392,19 @@ def test_a_server_that_cannot_draw_is_named(tmp_path, stub, words):
 
 def test_what_servers_cannot_do_is_refused(tmp_path):
     given = ("task=grpo", "launch.device=cpu", "launch.ranks=2")
-    odd = ("rollout.servers=[a:8000]", "topology=tp2")
+    odd = ("rollout.servers=[a:8000]", "topology=tp2", "rollout.staleness=1", "rollout.identity=exact")
     with pytest.raises(ConfigError) as refused:
         compose(*given, *odd, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
-    for words in ("[a:8000]: must be addresses such as", "use topology=dp"):
+    for words in (
+        "[a:8000]: must be addresses such as",
+        "use rollout.servers_transfer=gloo",
+        "use rollout.staleness=0, or",
+        "another way than a server's, so rollout.identity=exact cannot be promised",
+    ):
         assert words in str(refused.value)
+    with pytest.raises(ConfigError, match="Ray starts task=serve; name the addresses"):
+        placed = ("rollout.servers=[ray,http://a:8000]", "rollout.servers_api=vllm")
+        compose(*given, *placed, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     with pytest.raises(ConfigError, match="rollout.engine=generator"):
         own = ("rollout.servers=[http://a:8000]", "rollout.engine=trainer")
         compose(*given, *own, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))

@@ -108,7 +108,7 @@ def fleet_of(*stubs, tmp_path, patience=30.0):
     fleet = Fleet(clients, sends=True, patience_seconds=patience, **names)
     save_file({"w": torch.zeros(2)}, tmp_path / "0.safetensors")
     try:
-        fleet.publish("v1", folder=tmp_path)
+        fleet.publish("v1", weights=tmp_path)
         yield fleet
     finally:
         fleet.close()
@@ -133,7 +133,7 @@ def test_answers_have_tokens_log_probabilities_and_versions(tmp_path):
         found = drawn_by(fleet)
         assert [one.tokens for one in found] == EXPECTED
         assert all(one.processed_logprobs.tolist() == [-1, -2] and one.versions == ["v1", "v1"] for one in found)
-        fleet.publish("v2", folder=tmp_path)
+        fleet.publish("v2", weights=tmp_path)
         assert {version for one in drawn_by(fleet) for version in one.versions} == {"v2"}
         assert fleet.sent_bytes == 2 * (tmp_path / "0.safetensors").stat().st_size
     order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]

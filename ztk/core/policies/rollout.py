@@ -27,6 +27,9 @@ class RolloutEngineName(StrEnum):
     generator = "generator"
 
 
+PLACED = "ray"  # in place of the address of a server that Ray starts
+
+
 class RolloutWeights(StrEnum):
     """rollout.weights: when parameters are gathered at stage 3. At lower stages they are always full."""
 
@@ -220,24 +223,33 @@ def _group_faults(config: "Config") -> Iterator[str]:
         )
 
 
-def address_faults(urls: Sequence[str] | None, *, key: str) -> Iterator[str]:
-    """A line for each of the servers of `key` that is no address."""
+def address_faults(urls: Sequence[str] | None, *, key: str, others: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each of the servers of `key` that is neither an address nor one of `others`."""
     for url in urls or ():
-        if not re.fullmatch(r"https?://[^/?#@\s]+/?", str(url)):
+        if str(url) not in others and not re.fullmatch(r"https?://[^/?#@\s]+/?", str(url)):
             yield f"{key}=[{url}]: must be addresses such as http://a:8000"
 
 
 def _server_faults(config: "Config") -> Iterator[str]:
     rollout = config.rollout
-    yield from address_faults(rollout.servers, key="rollout.servers")
+    yield from address_faults(rollout.servers, key="rollout.servers", others=(PLACED,))
     if not rollout.servers:
         return
+    if PLACED in rollout.servers:
+        yield from _ray_faults(config)
     if (rollout.tensor or 1) > 1:
         yield f"rollout.tensor={rollout.tensor} with rollout.servers: the servers divide their model, by topology.tensor; use rollout.tensor=1"
     if rollout.servers_api is ServerApi.vllm:
         yield from _vllm_faults(config)
     if config.model.experts is not None and rollout.experts is not RolloutExperts.own:
         yield "rollout.experts=replay with rollout.servers: chosen experts are not sent; use rollout.experts=own"
+
+
+def _ray_faults(config: "Config") -> Iterator[str]:
+    if find_spec("ray") is None:
+        yield f"rollout.servers=[{PLACED}]: the package ray is not installed; use pip install 'ztk[ray]'"
+    if config.rollout.servers_api is ServerApi.vllm:
+        yield f"rollout.servers=[{PLACED}] with rollout.servers_api=vllm: Ray starts task=serve; name the addresses of servers of vLLM"
 
 
 def _vllm_faults(config: "Config") -> Iterator[str]:
@@ -337,8 +349,8 @@ class RolloutConfig:
         acts=_GENERATES,
     )
     servers: list[str] | None = key(
-        "addresses of servers of rollout.servers_api, as in [http://a:8000,http://b:8000]; they draw in place of this run's processes, with "
-        "the weights of each step, which rank 0 sends; null: none",
+        "addresses of servers of rollout.servers_api, as in [http://a:8000,http://b:8000], or ray for one that Ray starts, as in [ray,ray]; "
+        "they draw in place of this run's processes, with the weights of each step; null: none",
         optional=True,
         acts=_GENERATES,
         contradicts=_server_faults,
@@ -359,8 +371,8 @@ class RolloutConfig:
         changes=Changes.nothing,
     )
     servers_transfer: TransferName | None = key(
-        "how weights reach rollout.servers: http: files that rank 0 sends; gloo: tensors that each rank of a server pulls from rank 0, without "
-        "files there, for servers that can connect to it",
+        "how weights reach rollout.servers: http: files that rank 0 sends; gloo: parts of tensors that each rank of a server pulls from the "
+        "trainer's ranks, for servers that can connect to them",
         default=TransferName.http,
         acts=_ASKS,
         changes=Changes.nothing,

@@ -43,9 +43,13 @@ def format_of(weight: Tensor, scales: Tensor | None) -> str:
     )
 
 
-def quantise_weight(weight: Tensor, *, kind: str, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def quantise_weight(
+    weight: Tensor, *, kind: str, moments: Tensor | None = None, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """float weight [.., N, K] in the format `kind`: the bytes, and the scales, bfloat16 for int4 and else float32. Rounded to nearest, or int4
     of one weight [N, K] with the second moments of its inputs as in `fit_weight`.
+
+    largest: float32 [.., N], the largest absolute values of full rows of which `weight` has some columns, for int8 and fp8.
 
     Raises:
         ValueError: `kind` is no format.
@@ -57,7 +61,8 @@ def quantise_weight(weight: Tensor, *, kind: str, moments: Tensor | None = None)
         return _quantise_int4(wide, moments=moments)
     if kind not in ("int8", "fp8"):
         raise ValueError(f"{kind} is no format of weights: plain, int8, fp8 or int4")
-    scales = (wide.abs().amax(-1) / (127 if kind == "int8" else LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
+    largest = wide.abs().amax(-1) if largest is None else largest
+    scales = (largest / (127 if kind == "int8" else LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
     steps = wide / scales.unsqueeze(-1)
     return (steps.round_().clamp_(-127, 127).to(torch.int8) if kind == "int8" else to_fp8(steps)), scales
 

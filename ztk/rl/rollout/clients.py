@@ -16,12 +16,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from ztk.core.runtime.comm.pulls import Offer
+from ztk.core.runtime.comm.pulls import address_of
 from ztk.inference import Completion, SamplingParams
 from ztk.inference.sample import cut_of
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
-Open = Callable[[Path], Any]  # a file of safetensors, as its `safe_open`
 PROBE_SECONDS = 10.0  # until a server that does not answer a short question counts as gone
 _PROBES_SECONDS, _SILENT_SECONDS = 5, 30  # between packets to a machine that is silent, and until it counts as gone
 
@@ -46,6 +44,19 @@ class Reply:
     versions: Collection[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """A rank whose `Offer` has a part of the weights. node: the name of its machine. host: an address of that machine for servers."""
+
+    node: str
+    host: str
+    port: int
+    secret: str
+
+
+Weights = Path | Sequence[Owner]  # a folder of safetensors, or the ranks that offer them
+
+
 class Client(Protocol):
     """One server. Threads call it at the same time. A call raises ServerFault, Failed, Later, or another error of a server that is gone.
 
@@ -59,8 +70,8 @@ class Client(Protocol):
         """Returns the version of the server's weights, or None if it is unknown."""
         ...
 
-    def send(self, *, version: str, folder: Path) -> None:
-        """Gives the server weights and their version. folder: has their safetensors."""
+    def send(self, *, version: str, weights: "Weights") -> None:
+        """Gives the server weights and their version."""
         ...
 
     def answer(self, given: Any, *, version: str, connection: http.client.HTTPConnection) -> Reply:
@@ -71,20 +82,33 @@ class Client(Protocol):
 
 
 class Channel:
-    """HTTP requests to one server. url: its address. api_key: sent as a bearer token. seconds: until a request counts as lost."""
+    """HTTP requests to one server. url: its address, or its name in messages if it moves. seconds: until a request counts as lost. api_key:
+    sent as a bearer token. find: returns the address now, and raises ConnectionError while there is none.
+    """
 
-    def __init__(self, url: str, *, seconds: float, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, seconds: float, api_key: str | None = None, find: Callable[[], str] | None = None
+    ) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
+        self._find = find or (lambda: self.url)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def connect(self, *, seconds: float | None = None) -> http.client.HTTPConnection:
-        """A connection for one request, which opens with it."""
-        place = urlsplit(self.url)
+        """A connection for one request, which opens with it. Raises ConnectionError if there is no address."""
+        place = urlsplit(self._find())
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
         seconds = self.seconds if seconds is None else seconds
         return kind(place.hostname or "", place.port, timeout=seconds, blocksize=1 << 20)
+
+    def own_host(self) -> str:
+        """The address of this machine from which it reaches the server, without a packet. Raises OSError for a name that is not known."""
+        place = urlsplit(self._find())
+        kind, _, _, _, target = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
 
     def request(
         self,
@@ -151,12 +175,10 @@ class Draw:
 
 
 class ZtkClient:
-    """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have. opens: opens a file of
-    weights, whose tensors the server then pulls over gloo; None sends files by HTTP.
-    """
+    """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have."""
 
-    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]], opens: Open | None = None) -> None:
-        self.channel, self._parameters, self._opens, self.sent_bytes = channel, parameters, opens, 0
+    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]]) -> None:
+        self.channel, self._parameters, self.sent_bytes = channel, parameters, 0
 
     def look(self) -> str | None:
         """Returns the version of the weights. Raises ServerFault if the model is another one."""
@@ -171,41 +193,27 @@ class ZtkClient:
                 )
         return state["version"]
 
-    def send(self, *, version: str, folder: Path) -> None:
-        """Sends the files one after the other, or has the server pull them. It takes them between two steps of its engine."""
-        files = sorted(folder.glob("*.safetensors"))
-        if self._opens is not None:
-            self._offer([self._opens(file) for file in files], version=version)
+    def send(self, *, version: str, weights: Weights) -> None:
+        """Sends the files one after the other, or has each rank of the server pull its part. It takes them between two steps of its engine."""
+        begin = {"version": version, "on_update": "continue"}
+        if not isinstance(weights, Path):
+            body = json.dumps(begin | {"offer": self._addresses(weights, version=version)}).encode()
+            self.sent_bytes += self.channel.request("POST", "/v1/weights", body=body)["bytes"]
             return
-        begin = json.dumps({"version": version, "on_update": "continue"}).encode()
-        self.channel.request("POST", "/v1/weights", body=begin)
-        for file in files:
+        self.channel.request("POST", "/v1/weights", body=json.dumps(begin).encode())
+        for file in sorted(weights.glob("*.safetensors")):
             size = file.stat().st_size
             with file.open("rb") as part:
                 self.channel.request("PUT", f"/v1/weights/{version}", body=part, size=size)
             self.sent_bytes += size
         self.channel.request("POST", f"/v1/weights/{version}")
 
-    def _offer(self, files: Sequence[Any], *, version: str) -> None:
-        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        parts = {name: file.get_slice(name) for name, file in places.items()}
-        shapes = {name: (tuple(part.get_shape()), _DTYPES[part.get_dtype()]) for name, part in parts.items()}
-        given = {"host": self._own_host(), "timeout_seconds": self.channel.seconds}
-        with Offer(shapes, read=lambda name: places[name].get_tensor(name), **given) as offer:
-            begin = {"version": version, "on_update": "continue", "offer": offer.address}
-            try:
-                self.channel.request("POST", "/v1/weights", body=json.dumps(begin).encode())
-            finally:
-                self.sent_bytes += offer.sent_bytes
-
-    def _own_host(self) -> str:
-        """The address of this machine from which it reaches the server."""
-        connection = self.channel.connect(seconds=PROBE_SECONDS)
-        try:
-            connection.connect()
-            return connection.sock.getsockname()[0]
-        finally:
-            connection.close()
+    def _addresses(self, owners: Sequence[Owner], *, version: str) -> str:
+        own, host = socket.gethostname(), self.channel.own_host()
+        return ",".join(
+            address_of(owner.secret, host=host if owner.node == own else owner.host, port=owner.port, version=version)
+            for owner in owners
+        )
 
     def answer(self, given: Draw, *, version: str, connection: http.client.HTTPConnection) -> Reply:
         """Draws with the numbers of the keys. Tokens have the versions that the server names."""

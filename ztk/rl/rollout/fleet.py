@@ -12,11 +12,10 @@ import time
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ztk.inference import Completion
-from ztk.rl.rollout.clients import PROBE_SECONDS, Client, Failed, Later, ServerFault
+from ztk.rl.rollout.clients import PROBE_SECONDS, Client, Failed, Later, ServerFault, Weights
 
 _MOST = 64  # results that are under way at one server, except for a single request
 _AHEAD = 32  # results that a server of the same home may have under way above the least loaded one
@@ -104,7 +103,7 @@ class Fleet:
         self._under_way = dict[int, list[_Part]]()  # by the number of their call
         self._calls = itertools.count()
         self._heard = 0.0  # time of the latest answer, or of a call without others
-        self._folder: Path | None = None
+        self._weights: Weights | None = None
         self._fault: Exception | None = None
         self._homes: dict[Hashable, _Server] = {}
         self._slowest = 0.0
@@ -116,12 +115,12 @@ class Fleet:
         for keeper in self._keepers:
             keeper.start()
 
-    def publish(self, version: str, *, folder: Path | None) -> None:
-        """Computes with these weights from now on, and goes on with them where answers have begun. folder: has their safetensors, on the
-        rank that sends, until the next call.
+    def publish(self, version: str, *, weights: Weights | None) -> None:
+        """Computes with these weights from now on, and goes on with them where answers have begun. weights: on the rank that sends. They are
+        there until the next call.
         """
         with self._changed:
-            self._version, self._folder = version, folder
+            self._version, self._weights = version, weights
             self._numbers.setdefault(version, len(self._numbers))
             self._changed.notify_all()
 
@@ -225,12 +224,16 @@ class Fleet:
 
     def _ask(self, part: _Part, *, server: _Server) -> None:
         assert server.version is not None, "it is ready"
+        try:
+            connection = server.client.channel.connect()
+        except ConnectionError as error:  # it has no address now
+            server.version, server.error = None, str(error)
+            return
         if len(self._homes) > 1 << 16:
             self._homes.clear()
         if part.work.home is not None:
             self._homes[part.work.home] = server
         server.rows += part.work.size
-        connection = server.client.channel.connect()
         asked = _Asked(part=part, server=server, version=server.version, began=time.monotonic(), connection=connection)
         part.asked.append(asked)
         threading.Thread(target=self._wait_for, args=(asked,), name="ztk-asked", daemon=True).start()
@@ -311,14 +314,14 @@ class Fleet:
                 self._wait_until_due(server)
                 if self._closed:
                     return
-                version, folder = self._version, self._folder
+                version, weights = self._version, self._weights
             assert version is not None, "one was published"
             try:
                 has = server.client.look()
                 if has != version and self._sends:
-                    assert folder is not None, "the rank that sends has the files"
+                    assert weights is not None, "the rank that sends has them"
                     self._forget(server, version=version)
-                    server.client.send(version=version, folder=folder)
+                    server.client.send(version=version, weights=weights)
                     has = version
             except ServerFault as error:
                 with self._changed:

@@ -8,10 +8,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ztk.rl.rollout.clients import PROBE_SECONDS, Channel, Failed, Reply, ServerFault
+from ztk.rl.rollout.clients import PROBE_SECONDS, Channel, Failed, Reply, ServerFault, Weights
 
 SCORES = "scores"  # the version of all servers, whose weights do not change
 
@@ -36,7 +35,7 @@ class ScoreClient:
         self._model = self.channel.request("GET", "/v1/models", seconds=PROBE_SECONDS)["data"][0]["id"]
         return SCORES
 
-    def send(self, *, version: str, folder: Path) -> None:
+    def send(self, *, version: str, weights: Weights) -> None:
         """A fleet that scores sends no weights."""
         raise NotImplementedError("reward.servers keep their weights")
 

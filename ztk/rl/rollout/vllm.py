@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ztk.rl.rollout.clients import PROBE_SECONDS, Answer, Channel, Draw, Failed, Reply, ServerFault
+from ztk.rl.rollout.clients import PROBE_SECONDS, Answer, Channel, Draw, Failed, Reply, ServerFault, Weights
 
 _SEEDS = (1 << 62) - 1  # seeds are signed 64-bit numbers, and further answers have larger ones
 _ROUNDED = 1e-3  # a log-probability of rounded numbers may be above 0 by less
@@ -47,9 +47,10 @@ class VllmClient:
         self._model = self.channel.request("GET", "/v1/models", seconds=PROBE_SECONDS)["data"][0]["id"]
         return self._label()
 
-    def send(self, *, version: str, folder: Path) -> None:
+    def send(self, *, version: str, weights: Weights) -> None:
         """Has the server read the files. Running requests end with the old weights. Raises ConnectionError if it keeps old prefixes."""
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
+        assert isinstance(weights, Path), "vLLM reads files"
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.absolute())}}
         self._developed("POST", "/pause?mode=wait")
         self._developed("POST", "/collective_rpc", body=json.dumps(call).encode())
         emptied = self._developed("POST", "/reset_prefix_cache")
@@ -57,7 +58,7 @@ class VllmClient:
             raise ConnectionError("the cache of prefixes has keys and values of the old weights")
         self._developed("POST", "/update_weight_version", body=json.dumps({"new_version": version}).encode())
         self._developed("POST", "/resume")
-        self.sent_bytes += sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        self.sent_bytes += sum(file.stat().st_size for file in weights.glob("*.safetensors"))
 
     def answer(self, given: Draw, *, version: str, connection: http.client.HTTPConnection) -> Reply:
         """Draws with seeds of the keys. Raises ConnectionError if answers are missing, and Failed for ones without usable log-probabilities."""

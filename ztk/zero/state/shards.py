@@ -79,6 +79,16 @@ class ModelState:
                         address = self._address(fragment, kind=kind, bucket=bucket)
                         yield StateShard(dtype=values.dtype, value=values[fragment.place], **address)
 
+    def parameters(self) -> Iterator[StateShard]:
+        """The elements of all parameters that this rank saves, in the model's dtype, without other states: each once over all ranks. Values
+        are valid until the next ones."""
+        self._update.finish()
+        for bucket, piece in self._saved_pieces():
+            values = self._states.parameter(bucket, piece=piece)
+            for fragment in piece.fragments:
+                address = self._address(fragment, kind=FROZEN, bucket=bucket)
+                yield StateShard(dtype=values.dtype, value=values[fragment.place], **address)
+
     def before_change(self, action: Callable[[], None]) -> None:
         """Calls `action()` once, before the next update or other change of the state."""
         self._update.before_change(action)

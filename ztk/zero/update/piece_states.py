@@ -35,7 +35,7 @@ class PieceStates:
         aside: for another thread than the training thread; states pass through separate memory.
         """
         if piece.states is None:
-            yield {FROZEN: self._parameter(bucket, piece=piece)}
+            yield {FROZEN: self.parameter(bucket, piece=piece)}
             return
         with (
             self._fetched(piece, slot=piece.states, aside=aside) as states,
@@ -44,7 +44,7 @@ class PieceStates:
             rows = self._views(piece, states=states)
             if piece.moments is not None:
                 rows = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
-            master = rows.pop(MASTER) if MASTER in rows else self._parameter(bucket, piece=piece)
+            master = rows.pop(MASTER) if MASTER in rows else self.parameter(bucket, piece=piece)
             with self.average(piece, aside=aside) as apart:
                 yield self._format.read(rows, master=master) | apart
 
@@ -203,7 +203,7 @@ class PieceStates:
                 rows[AVERAGE].copy_(rows[MASTER])
                 rows[MASTER].copy_(average)
             else:
-                rows[AVERAGE].copy_(self._parameter(bucket, piece=piece))
+                rows[AVERAGE].copy_(self.parameter(bucket, piece=piece))
         self._set_parameter(bucket, piece=piece, values=average)
 
     def _set_parameter(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
@@ -214,7 +214,7 @@ class PieceStates:
         else:
             piece.of(bucket.full).copy_(parameter)
 
-    def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+    def parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
         """The parameter's values [n] of a piece, in its dtype; a copy if they are stored elsewhere."""
         if piece.parameter is None:
             return piece.of(bucket.full)

@@ -26,6 +26,21 @@ class Box:
         """The strides of its elements in contiguous storage."""
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of its elements in a tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    def narrowed(self, axis: int, *, start: int, stop: int) -> "Box":
+        """Returns the indices [start, stop) of the box along `axis`, counted from the box's own start."""
+        starts, shape = list(self.start), list(self.shape)
+        starts[axis], shape[axis] = self.start[axis] + start, stop - start
+        return Box(start=tuple(starts), shape=tuple(shape))
+
+    def without(self, axis: int) -> "Box":
+        """Returns the box without one axis."""
+        return Box(start=self.start[:axis] + self.start[axis + 1 :], shape=self.shape[:axis] + self.shape[axis + 1 :])
+
     def moved(self, by: tuple[int, ...]) -> "Box":
         """Returns the box with `by` added to every index."""
         return Box(start=tuple(a + b for a, b in zip(self.start, by, strict=True)), shape=self.shape)
@@ -53,9 +68,7 @@ class Box:
             return
         step = max(1, limit // outer.strides[axis])
         for first in range(0, self.shape[axis], step):
-            start, shape = list(self.start), list(self.shape)
-            start[axis], shape[axis] = self.start[axis] + first, min(step, self.shape[axis] - first)
-            piece = Box(start=tuple(start), shape=tuple(shape))
+            piece = self.narrowed(axis, start=first, stop=min(first + step, self.shape[axis]))
             yield from piece.rows(outer=outer, limit=limit) if step == 1 else (piece,)
 
     def view(self, flat: Tensor, *, outer: "Box", first: int) -> Tensor:

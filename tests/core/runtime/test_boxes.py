@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from ztk.checkpoint.boxes import Box, boxes_of
+from ztk.core.runtime.boxes import Box, boxes_of
 
 SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 6), (2, 3, 4, 5), (0, 4), (5, 0)]
 
