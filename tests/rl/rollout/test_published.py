@@ -1,5 +1,6 @@
 """Weights that real processes pull over gloo, from a trainer with any layout into a server with another: exact bytes, and none too large."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -125,3 +126,21 @@ def test_a_server_pulls_its_weights_once(ranks, tmp_path, layout, ranks_of_serve
         assert nbytes < 1.01 * sum(sizes)  # norms alone are pulled by each rank
     # A rank of the trainer makes no copy larger than its own part of a tensor.
     assert max(largest for _, largest in ended) < max(sizes) and max(sizes) < CHUNK_BYTES
+
+
+@pytest.mark.parametrize("layout", ["stage 3, tp2", "stage 1, pp2"])
+def test_a_head_that_is_the_embedding_is_pulled_once(ranks, tmp_path, layout):
+    world, strategy = LAYOUTS[layout]
+    config = replace(CONFIG, tie_embeddings=True)
+    addresses = ranks(world).run(offer, strategy=strategy, folder=tmp_path, config=config)[0]
+    nbytes, is_equal = ranks(2).run(draw, addresses=addresses, weights="stored", config=config)[0]
+    ranks(world).run(end)
+    assert is_equal and nbytes == needed(model_of(seed=3, config=config), ranks=2)
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_ranks_of_a_server_read_their_parts_of_files(ranks, tmp_path, weights):
+    model = model_of(seed=3)
+    save_file({name: value.data for name, value in model.named_parameters()}, tmp_path / "model.safetensors")
+    nbytes, is_equal = ranks(2).run(draw, addresses=str(tmp_path), weights=weights)[0]
+    assert is_equal and nbytes == needed(model, ranks=2)
