@@ -173,6 +173,8 @@ def test_points_of_a_sweep_run_at_once(tmp_path, cluster):
     output = process.communicate()[0]
     assert process.returncode == 0, output
     assert most == 2, output
+    assert output.count(f"ztk: {folder}/") == 4, output
+    assert output.count(": 1 ranks run on ") == 4, output
     done = [summary(path.parent) for path in folder.glob("*/summary.json")]
     assert [each["status"] for each in done] == ["done"] * 4
     assert len({each["loss_digest"] for each in done}) == 4

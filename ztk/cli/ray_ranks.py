@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,7 +145,8 @@ def run_on_ray(config: Config, *, cluster: RayCluster, say: Callable[..., None],
     from ztk.cli.ray_workers import RayRun
 
     folder, launch = Path(config.output_dir), config.launch
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    name = f"{folder}: " if is_point else ""
+    passed = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
     run = RayRun(
         folder=folder.absolute(),
         ranks=launch.ranks or 1,
@@ -159,7 +159,7 @@ def run_on_ray(config: Config, *, cluster: RayCluster, say: Callable[..., None],
     configuration.save(config, path=folder / "config.yaml")
     fit = cluster.fit(run)
     try:
-        failures = _watch(fit, run=run, config=config, cluster=cluster, say=partial(say, *[f"{folder}:"] * is_point))
+        failures = _watch(fit, run=run, config=config, cluster=cluster, say=lambda line: say(f"{name}{line}"))
         if cluster.signals:
             raise KeyboardInterrupt if cluster.signals[0] == signal.SIGINT else SystemExit(128 + cluster.signals[0])
         if reason := ray.get(fit):

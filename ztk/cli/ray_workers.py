@@ -21,8 +21,9 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
+from ray.train import TrainingFailedError, UserCallback
 from ray.train.collective import broadcast_from_rank_zero
+from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ztk.cli.elastic import set_aside
@@ -113,7 +114,6 @@ def fit(run: RayRun, desk: Any) -> str:
             storage_path=str(run.folder.parent),
             failure_config=FailureConfig(max_failures=run.max_failures),
             callbacks=[_Failures(run, desk)],
-            # pyrefly: ignore[unexpected-keyword]  # ray.train has the class of an older version, too
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
