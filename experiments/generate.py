@@ -346,12 +346,11 @@ def answering(config: Config) -> Iterator[Answering | None]:
         expected = expected_of(config, opened=opened)
         options = {"draft": _draft(config), "adapters": _adapters(config), "open_weights": expected and expected.opened}
         generator = Generator(opened.module, policy=_calibrated(config, opened=opened), comm=comm, **options)
-        if streams_layers(config):
-            if config.offload.nvme_path is None:
-                with suppress(OSError):  # another rank's part still exists
-                    os.rmdir(_packed_folder(config))
-            if generator.leads:
-                print(generator.plan, flush=True)
+        if streams_layers(config) and config.offload.nvme_path is None:
+            with suppress(OSError):  # another rank's part still exists
+                os.rmdir(_packed_folder(config))
+        if generator.leads and generator.plan is not None:
+            print(generator.plan, flush=True)
         if generator.follows:
             release_module(opened)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the answering rank determines the end
@@ -383,7 +382,10 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
             policy = _calibrated(config, opened=opened)
             expected = expected_of(config, opened=opened)
             options = {"draft": _draft(config), "adapters": adapters, "open_weights": expected and expected.opened}
-            return opened, Generator(opened.module, policy=policy, **options)
+            generator = Generator(opened.module, policy=policy, **options)
+            if generator.plan is not None:
+                print(generator.plan, flush=True)
+            return opened, generator
     to = _packed_folder(config)
     try:
         options = {"calibration": config.inference.calibration, "on_packed": _say_packed}
@@ -539,10 +541,11 @@ def _offload(config: Config) -> OffloadPolicy | None:
     if chosen.optimizer is Tier.none:
         return None
     return OffloadPolicy(
-        parameters=Tier.nvme,
+        parameters=chosen.optimizer,
         nvme_path=_packed_folder(config) if streams_layers(config) else config.offload.nvme_path or config.output_dir,
         block_bytes=chosen.block_bytes,
         threads=chosen.threads,
+        pin_memory=chosen.pin_memory is not False,
         direct_io=chosen.direct_io,
     )
 

@@ -9,6 +9,7 @@ from tests.device_tagged import Streams, gpu_tensors
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.test_blocks import Replayed
 from tests.inference.test_masks import Counting
+from tests.inference.test_own_modules import build_other
 from ztk.core.runtime.streams import use_api
 from ztk.inference import Generator, InferencePolicy, SamplingParams, graphs
 from ztk.zero.offload import OffloadPolicy
@@ -27,6 +28,15 @@ MODELS = {
     "gemma3": lambda: build("gemma3"),
     "bloom": lambda: build("bloom"),
     "olmo2": lambda: build("olmo2"),
+}
+WIDE = {  # with layers that need more memory than the cache
+    "six layers": lambda: build("olmo2", num_hidden_layers=6, intermediate_size=1024),
+    "six layers with windows": lambda: build(
+        "gemma3", num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, intermediate_size=1024
+    ),
+    "six wide layers": lambda: build("llama", num_hidden_layers=6, hidden_size=128, intermediate_size=512),
+    "six layers of experts": lambda: build_decoder(layers=6, experts=4, experts_every=1, hidden_dim=256),
+    "six layers of its own modules": lambda: build_other("cohere", num_hidden_layers=6, intermediate_size=1024),
 }
 
 
@@ -51,9 +61,13 @@ def test_a_gpu_has_the_answers_of_a_cpu(name, monkeypatch):
     assert other._stepper.graphs.captured > 0
 
 
+def offload(tier: str, *, folder) -> OffloadPolicy:
+    return OffloadPolicy(parameters=tier, nvme_path=str(folder), block_bytes=1 << 14, threads=2)
+
+
 def shared_on_a_gpu(process: ztk.Process, *, folder: str, swaps: bool) -> list:
     """Answers by ranks on a GPU each, and preemptions."""
-    place = {"offload": OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)}
+    place = {"offload": offload("nvme", folder=folder)}
     comm = process.comm if process.comm.size > 1 else None
     tight = {"max_model_len": 192, "cache_tokens": 192, "lookup_tokens": 2, "device": "cuda:0"}
     with (
@@ -79,6 +93,61 @@ def test_gpus_have_the_tokens_of_one_cpu(ranks, tmp_path, count, swaps):
     expected = [own.tokens for [own] in Generator(model).generate(PROMPTS, sampling=GREEDY)]
     found, preempted = ranks(count).run(shared_on_a_gpu, folder=str(tmp_path), swaps=swaps)[0]
     assert found == expected and preempted > 0
+    assert not list(tmp_path.iterdir())
+
+
+def streamed_on_gpus(process: ztk.Process, *, name: str, folder: str, tier: str, memory_bytes: int, **policy) -> list:
+    """Answers by ranks whose layers pass through a GPU each: tokens, log-probabilities, layers that reside there, all layers, and copies
+    that the host waits for because their memory is not page-locked."""
+    comm = process.comm if process.comm.size > 1 else None
+    with (
+        gpu_tensors() as record,
+        use_api(Streams()),
+        mock.patch.object(graphs, "CudaCapture", lambda: Replayed.capture),
+    ):
+        chosen = InferencePolicy(
+            max_model_len=192,
+            max_sequences=2,
+            max_step_tokens=8,
+            device="cuda:0",
+            offload=offload(tier, folder=folder),
+            memory_bytes=memory_bytes,
+            **policy,
+        )
+        generator = Generator(WIDE[name](), policy=chosen, comm=comm)
+        assert generator.plan is not None and generator._cache.keys[0].is_cuda
+        if generator.follows:
+            generator.follow()
+            return []
+        record.pageable.clear()
+        found = [(own.tokens, own.logprobs.tolist()) for [own] in generator.generate(PROMPTS, sampling=SAMPLING)]
+        assert not [place for place in record.pageable if "stream" in place]
+        plan, copied = generator.plan, generator.streamed_bytes
+        generator.close()
+    return [found, plan.resident, plan.sizes.layers, copied]
+
+
+STREAMED = [
+    # model, tier, ranks, bytes of the GPU, options
+    ("six layers with windows", "nvme", 1, 2_000_000, {}),
+    ("six wide layers", "cpu", 1, 900_000, {"weights": "int4", "cache_dtype": "fp8"}),
+    ("six layers of its own modules", "cpu", 1, 700_000, {"weights": "int8", "cache_dtype": "fp8"}),
+    ("six layers", "nvme", 2, 1_200_000, {}),
+    ("six layers of experts", "cpu", 2, 370_000, {"weights": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("name", "tier", "count", "memory", "policy"), STREAMED)
+def test_layers_that_pass_through_a_gpu_change_no_bit(ranks, tmp_path, name, tier, count, memory, policy):
+    own = InferencePolicy(kernels=True, max_model_len=192, **policy)
+    answers = Generator(WIDE[name](), policy=own).generate(PROMPTS, sampling=SAMPLING)
+    expected = [(one.tokens, one.logprobs.tolist()) for [one] in answers]
+    options = {"name": name, "folder": str(tmp_path), "tier": tier, "memory_bytes": memory, **policy}
+    found, resident, layers, copied = ranks(count).run(streamed_on_gpus, **options)[0]
+    if count == 1:
+        assert found == expected
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert resident < layers and copied > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -255,8 +255,18 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
 def test_choices_that_do_not_act_are_refused(tmp_path):
     with pytest.raises(ValueError, match="inference.memory_bytes=1 has no effect where nothing is streamed"):
         InferencePolicy(memory_bytes=1)
-    with pytest.raises(ValueError, match="offload.parameters=cpu: answers are computed on the CPU"):
-        InferencePolicy(offload=OffloadPolicy(parameters="cpu"))
+    with pytest.raises(ValueError, match="offload.parameters=none: use nvme, or cpu for a GPU"):
+        InferencePolicy(offload=OffloadPolicy())
+    with pytest.raises(ValueError, match="offload=cpu: answers are computed on the CPU"):
+        Generator(build_decoder(), policy=InferencePolicy(offload=OffloadPolicy(parameters="cpu")))
+    streams = {"kernels": True, "offload": offload(tmp_path), "memory_bytes": 1000}
+    with pytest.raises(ValueError, match="inference.cache_tokens=640: with layers that stream"):
+        Generator(build_decoder(), policy=InferencePolicy(**streams, cache_tokens=640))
+    with pytest.raises(ValueError, match="serve.weights_path with layers that stream"):
+        options = {"max_step_tokens": 8, "max_sequences": 1, "max_model_len": 64}
+        policy = InferencePolicy(**streams | {"memory_bytes": 2_000_000}, **options)
+        Generator(build_decoder(layers=12, hidden_dim=512), policy=policy, open_weights=lambda folder: None)
+    assert not [found for found in tmp_path.iterdir() if found.name.startswith("packed-")]
     packed = packed_model(build_decoder(layers=4), folder=tmp_path / "packed")
     with pytest.raises(ValueError, match="inference.memory_bytes=1000: 1 sequence of 256 tokens need"):
         Generator(packed, policy=InferencePolicy(offload=offload(tmp_path), memory_bytes=1000))

@@ -13,12 +13,11 @@ from ztk.config.keys import read
 from ztk.config.other_models import gives_rewards
 from ztk.config.topology import cut_degrees
 from ztk.core.policies.config import Config
-from ztk.core.policies.inference import ONLY_NVME, device_faults
+from ztk.core.policies.inference import device_faults
 from ztk.core.policies.key import written
 from ztk.core.policies.launch import DeviceName
 from ztk.core.policies.machine import Machine
-from ztk.core.policies.runs import ANSWERING, by_training, device_of, streams_layers
-from ztk.core.policies.tier import Tier
+from ztk.core.policies.runs import ANSWERING, by_training, device_of
 from ztk.core.policies.train import LoggerMode
 
 _SECTIONS = (
@@ -82,22 +81,15 @@ def _score_faults(config: Config) -> Iterator[str]:
 
 
 def _device_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """A way to answer that only the CPU has is refused where a GPU would stay idle, unless a device was chosen."""
+    """More ranks than GPUs are refused where a GPU would stay idle, unless the CPU was chosen."""
     device, ranks = config.launch.device, config.topology.tensor
-    if device is DeviceName.auto and machine.gpus and streams_layers(config):
-        yield (
-            "offload=nvme with a machine with a GPU: layers stream on the CPU; add launch.device=cpu, or launch.device=cuda, which keeps "
-            "the layers and writes the blocks of preempted sequences to files, or leave offload=nvme out"
-        )
-        return
     if device is not DeviceName.cpu and ranks > machine.gpus > 0:
         yield (
             f"topology.tensor={ranks} with {machine.gpus} GPU{'s' * (machine.gpus > 1)}: each rank needs its own; add launch.device=cpu, "
             f"or leave topology.tensor={ranks} out"
         )
         return
-    offloads = config.offload.optimizer is not Tier.none
-    yield from device_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
+    yield from device_faults(config.inference, device=device_of(config, machine=machine), tier=config.offload.optimizer)
 
 
 def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
@@ -105,9 +97,6 @@ def _offload_faults(config: Config, *, task: str) -> Iterator[str]:
         yield (
             f"{key}={written(read(config, key=key))} has no effect with {task}, which offloads weights alone: use offload=nvme, or leave it out"
         )
-    tier = config.offload.optimizer
-    if tier is Tier.cpu:
-        yield f"offload=cpu: {ONLY_NVME}"
 
 
 def _own_module_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -21,6 +21,7 @@ A sequence that is too long for all blocks together is refused before it waits.
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ztk.core.policies.inference import InferencePolicy
 from ztk.core.runtime.system_memory import available_memory
@@ -29,6 +30,7 @@ from ztk.inference.cache import block_bytes
 from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS
 from ztk.inference.parts import Item
+from ztk.inference.placement import Placement
 from ztk.inference.ranks import Ranks
 from ztk.inference.stream import BUFFERS
 from ztk.kernels.shared.cached_attention import BLOCK, attention_bytes
@@ -38,6 +40,7 @@ MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
 _BESIDE_BLOCKS = 0.2  # of the free memory
 _SHARE = 0.8  # of the free memory: the rest is for uncounted allocations, and on a GPU for a step
+_PACKED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of a weight; int4 has 32 bits of scale and zero per 32
 _INNER_COPIES, _WIDTH_COPIES = (
     3,
     8,
@@ -149,24 +152,27 @@ def sizes_of(
     fixed: int,
     positions: int,
     sequences: int,
+    dtype: torch.dtype = torch.float32,
+    on_cpu: bool = True,
     drafting: Drafting | None = None,
 ) -> Sizes:
     """The bytes that a model takes for up to `sequences` sequences of `positions` tokens, with the draft model's. fixed: bytes without
-    layers, cache, activations."""
+    layers, cache, activations. dtype: dtype of keys and values. on_cpu: attention needs working memory; otherwise the draft model's
+    memory is not the device's."""
     of, drafted = description, 0
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
-    blocks, fp32 = -(-positions // BLOCK), torch.float32
-    if drafting is not None:
-        drafted = block_bytes(drafting.description, dtype=fp32)
+    blocks = -(-positions // BLOCK)
+    if drafting is not None and on_cpu:
+        drafted = block_bytes(drafting.description, dtype=torch.float32)
         token, batched = _attention_bytes(drafting.description, sequences=sequences)
         fixed += drafting.nbytes + drafting.working + token * blocks * BLOCK + batched
-    token, batched = _attention_bytes(of, sequences=sequences)
+    token, batched = _attention_bytes(of, sequences=sequences) if on_cpu else (0, 0)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
         fixed=fixed + token * blocks * BLOCK + batched,
-        sequence=(block_bytes(of, dtype=fp32) + drafted) * blocks,
+        sequence=(block_bytes(of, dtype=dtype) + drafted) * blocks,
         row=row_bytes(of, inner=inner),
         logits=row_logits_bytes(of),
     )
@@ -245,6 +251,24 @@ def free_device_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
+def usual_device_memory(device: torch.device) -> int:
+    """Default number of bytes of a GPU for weights, cache and a step: 80 % of its free memory."""
+    return int(_SHARE * free_device_memory(device))
+
+
+def weight_bytes(module: nn.Module, *, placement: Placement) -> int:
+    """Estimated bytes of a model's weights in the placement's format, from the shapes of its parameters; embeddings stay in the dtype."""
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    each = placement.dtype.itemsize
+    packed = each if placement.kind == "stored" else _PACKED_BYTES[placement.kind]
+    return sum(int(own.numel() * (each if id(own) in tables else packed)) for own in module.parameters())
+
+
+def weight_room(budget: int) -> int:
+    """Bytes of `budget` that weights may take without being streamed; the rest is for the cache and a step."""
+    return int((1 - _BESIDE_BLOCKS) * budget)
+
+
 def free_memory() -> int:
     """Default number of bytes for a plan: 80 % of the memory that is available to this process."""
     return int(_SHARE * available_memory())
@@ -308,7 +332,7 @@ def cache_blocks(
         working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of) + batched
         free, copies = free_memory(), 2
     else:
-        free = int(_SHARE * free_device_memory(model.placement.device))
+        free = usual_device_memory(model.placement.device)
     if ranks is not None and on_cpu:
         free //= ranks.comm.size
     if draft is not None:

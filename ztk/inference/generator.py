@@ -78,6 +78,10 @@ class Generator:
             opened = self._opening.open(model)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
+            if opened.streamed is not None and open_weights is not None:
+                raise ValueError(
+                    "serve.weights_path with layers that stream, which are final: leave offload out, or choose fewer bits so that they fit"
+                )
             self.read = ReadParameters(None if opened.streamed is not None else model)
             self.policy = settled(chosen, plan=self.plan)
             self._subject, self.description = opened.subject, opened.subject.description
@@ -86,7 +90,7 @@ class Generator:
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
             check_draft(drafter, vocabulary=self.description.vocab_size)
         with opening(self._ranks):  # all have come so far, and agree on the memory's size
-            if opened.streamed is None:  # else a pass reads all layers, and the processor's products decide the draws
+            if opened.streamed is None or self._model.placement.by_kernels:  # the processor's own products have one way
                 check_draws(self._model)
             self._cache, self._scheduler = shared_memory(
                 self._model,

@@ -115,8 +115,10 @@ def _fill(buffer: Tensor, values: list) -> None:
 
 
 def graphs_of(model: Model, *, cache: Cache) -> DecodeGraphs | None:
-    """Graphs of decoding, if one rank computes the model on a GPU. Ranks that share a model begin each step with a broadcast,
-    which cannot be captured."""
+    """Graphs of decoding, if one rank computes the model on a GPU and all layers are there. Ranks that share a model begin each step with a
+    broadcast, which cannot be captured, and the host waits for layers that are streamed."""
     if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":
+        return None
+    if not isinstance(model.weights.layers, list):
         return None
     return DecodeGraphs(model, cache=cache, capture=CudaCapture())

@@ -1,5 +1,7 @@
 """Computes products with a model's weights by ztk's row kernels, on the compute device."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +41,16 @@ class RowsProduct(Product):
     def padded(self, x: Tensor) -> Tensor:
         """x [M, K] after zeros for the inputs of another rank."""
         return F.pad(x, (self.front, 0)) if self.front else x
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its memory by name, [*] of any dtype, on the device."""
+        found = {name: getattr(self, name) for name in ("weight", "scales", "bias")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces its memory by tensors [*] of the same shapes and dtypes."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
 
     def settle(self, *, doubles: bool) -> None:
         """Does nothing: the kernels have one path for every number of rows."""

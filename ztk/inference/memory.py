@@ -82,7 +82,7 @@ def shared_memory(
         blocks, drafted = cache_blocks(model, **options)
     of, dtype = model.description, cache_dtype(policy, model=model)
     swap = None
-    if policy.offload is not None and plan is None:
+    if policy.offload is not None and policy.offload.uses_nvme and plan is None:
         swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype))
     where = {"slots": slots, "width": each}
     cache = Cache(of, blocks=blocks, device=model.placement.device, dtype=dtype, swap=swap, **where)

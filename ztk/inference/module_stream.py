@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ztk.inference.cache import Cache, Span
+from ztk.inference.device_stream import DeviceLayers
 from ztk.inference.module_cut import Linear
 from ztk.inference.module_model import ModuleModel, blocks_name
-from ztk.inference.parts import LayerFile, LayerWriter, blank
+from ztk.inference.parts import LayerFile, LayerWriter
 from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
@@ -29,10 +30,10 @@ _NO_LAYERS: Iterable[Values] = ()
 
 class StreamedModuleModel(ModuleModel):
     """A `ModuleModel` with streamed layers and the same bits. state: parameters of any shape and dtype. folder: an existing one for the
-    file. `stream` sets the source of layers; until then, all layers are one layer of zeros.
+    file; None: main memory has the layers. `stream` sets the source of layers; until then, all layers are one layer of zeros.
 
     Raises:
-        ValueError: the same as in `ModuleModel`; the module has no list of its blocks, or they are not built alike; the disk is too small.
+        ValueError: the same as in `ModuleModel` and `LayerWriter`; the module has no list of its blocks, or they are not built alike.
     """
 
     def __init__(
@@ -41,18 +42,17 @@ class StreamedModuleModel(ModuleModel):
         *,
         state: Mapping[str, Tensor],
         placement: Placement,
-        folder: Path,
+        folder: Path | None,
+        pin: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         count = getattr(module.config, "num_hidden_layers", 0)
         self._prefix, self._pending = blocks_name(module, count=count), dict[str, Product]()
         self._number, self._layers = 0, _NO_LAYERS
         self._pass: Iterator[Values] | None = None
-        with LayerWriter(folder, count=count) as self._writer:
+        with LayerWriter(folder, count=count, pin=pin) as self._writer:
             super().__init__(module, state=state, placement=placement, ranks=ranks)
-        self.file: LayerFile[Values] = LayerFile(
-            folder=folder, count=count, items=self._writer.items, nbytes=self._writer.nbytes, build=_as_they_are
-        )
+        self.file: LayerFile[Values] = self._writer.file(_as_they_are)
 
     @property
     def resident_bytes(self) -> int:
@@ -67,7 +67,7 @@ class StreamedModuleModel(ModuleModel):
 
     def products(self) -> list[Product]:
         """Those in memory."""
-        held = self._layers.held if isinstance(self._layers, StreamedLayers) else []
+        held = self._layers.held if isinstance(self._layers, StreamedLayers | DeviceLayers) else []
         return [*(value for values in held for value in values.values() if isinstance(value, Product)), *self._products]
 
     def stream(self, layers: Iterable[Values]) -> None:
@@ -103,7 +103,9 @@ class StreamedModuleModel(ModuleModel):
                 "not; leave offload out"
             )
         self._write()
-        self._layers = [{item.path: blank(item) for item in self._writer.items}] * len(self._blocks)
+        file, device = self._writer.file(_as_they_are), self.placement.device
+        zeros = file.buffer() if device.type == "cpu" else file.device_buffer(device)
+        self._layers = [zeros.layer] * len(self._blocks)
         for number, block in enumerate(self._blocks):
             linears = {path: part for path, part in block.named_modules() if isinstance(part, Linear)}
             block.register_forward_pre_hook(partial(self._enter, number, linears))

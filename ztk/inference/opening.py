@@ -3,7 +3,7 @@
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import InferencePolicy, adapter_faults, calibration_faults
+from ztk.core.policies.inference import InferencePolicy, adapter_faults, calibration_faults, stream_faults
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.base import Model
@@ -22,26 +22,31 @@ from ztk.inference.capacity import (
     USUAL_STEP_TOKENS,
     Drafting,
     StreamPlan,
+    cache_dtype,
     first_buffers,
     free_memory,
     largest,
     plan_stream,
     sizes_of,
     slowest,
+    usual_device_memory,
+    weight_bytes,
+    weight_room,
 )
 from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Subject, describe
+from ztk.inference.device_stream import DeviceLayers, HeldLayers
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.packed import Packed, pack
-from ztk.inference.parts import LayerFile
+from ztk.inference.parts import LayerFile, LayerWriter, assemble
 from ztk.inference.placement import Placement, placement_of
 from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks
 from ztk.inference.rates import measure
-from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import WeightReader, collect
+from ztk.inference.stream import BUFFERS, StreamedLayers
+from ztk.inference.weights import WeightReader, collect, values_of
 from ztk.nn import Decoder
 from ztk.nn.low_rank import Adapter
 
@@ -87,7 +92,7 @@ class Opened:
     model: Model
     subject: Subject
     plan: StreamPlan | None = None
-    streamed: StreamedLayers | None = None
+    streamed: StreamedLayers | DeviceLayers | None = None
     packed_bytes: int | None = None
 
 
@@ -134,11 +139,11 @@ class Opening:
             check_module(
                 checking._built(module, subject=subject, state=state, placement=plain), module=module, eager=not own
             )
-        if policy.offload is None or placement.by_kernels:
+        if policy.offload is None or (placement.by_kernels and self._fits(module, placement=placement)):
             built = self._built(module, subject=subject, state=state, placement=placement)
             opened = Opened(model=built, subject=subject or Subject(description=built.description, tables=[]))
         else:
-            opened = self._streamed(module, subject=subject, state=state)
+            opened = self._streamed(module, subject=subject, state=state, placement=placement)
         if is_checked and is_plain:
             check_module(opened.model, module=module, eager=not own)
         return_freed_memory()  # weights between their format in the file and the engine's
@@ -225,20 +230,59 @@ class Opening:
 
     # Streamed layers
 
-    def _streamed(self, module: nn.Module, *, subject: Subject | None, state: Mapping[str, Tensor]) -> Opened:
-        """Packs parameters of any shape into `offload.nvme_path` and streams them, each of `ranks` its part; of a model that runs its own
-        modules (without `subject`) its blocks' linear layers."""
-        weights = self.policy.weights
-        with self._folder() as folder:
-            if subject is not None:
-                options = {"weights": weights, "cut": self._cut(subject), "calibration": self.policy.calibration}
+    def _streamed(
+        self, module: nn.Module, *, subject: Subject | None, state: Mapping[str, Tensor], placement: Placement
+    ) -> Opened:
+        """Layers that are read in every pass, each of `ranks` its part: from files below `offload.nvme_path`, and on a GPU with offload=cpu
+        from main memory. state: parameters of any shape. subject: None, where the model runs its own modules; then its blocks' linear layers
+        stream."""
+        policy, offload = self.policy, self.policy.offload
+        assert offload is not None, "layers are streamed"
+        if placement.by_kernels:
+            for fault in stream_faults(policy, adapters=self.adapters):
+                raise ValueError(fault)
+        pin = offload.pin_memory and placement.device.type != "cpu"
+        with self._folder() if offload.uses_nvme else nullcontext() as folder:
+            if subject is not None and not placement.by_kernels:
+                assert folder is not None, "a CPU streams from files"
+                options = {"weights": policy.weights, "cut": self._cut(subject), "calibration": policy.calibration}
                 return self._over_packed(pack(folder, subject=subject, state=state, **options))
-            folder.mkdir(parents=True)
-            placement = Placement(kind=weights)
-            model = StreamedModuleModel(module, state=state, placement=placement, folder=folder, ranks=self.ranks)
-            subject = Subject(description=model.description, tables=[])
-            fixed, nbytes = model.resident_bytes, model.packed_bytes
-            return self._planned(model, subject=subject, file=model.file, fixed=fixed, packed_bytes=nbytes)
+            if folder is not None:
+                folder.mkdir(parents=True)
+            if subject is None:
+                options = {"placement": placement, "folder": folder, "pin": pin, "ranks": self.ranks}
+                model = StreamedModuleModel(module, state=state, **options)
+                own, sizes = (
+                    Subject(description=model.description, tables=[]),
+                    (model.resident_bytes, model.packed_bytes),
+                )
+                return self._planned(model, subject=own, file=model.file, fixed=sizes[0], packed_bytes=sizes[1])
+            of, tokens = subject.description, policy.calibration
+            inputs = Calibration(tokens, subject=subject, state=state) if tokens else None
+            reader = WeightReader(state, description=of, placement=placement, cut=self._cut(subject), inputs=inputs)
+            with LayerWriter(folder, count=of.layers, pin=pin) as writer:
+                for number in range(of.layers):
+                    writer.write(values_of(reader.layer(number)))
+            weights, file = reader.rest(), writer.file(assemble)
+            model = InferenceModel(subject, weights=weights, placement=placement, ranks=self.ranks)
+            held = (weights.embedding, weights.positions, *weights.head.tensors().values())
+            fixed, nbytes = sum(part.nbytes for part in held if part is not None), file.count * file.nbytes
+            total = nbytes + weights.head.nbytes
+            return self._planned(model, subject=subject, file=file, fixed=fixed, packed_bytes=total)
+
+    def _fits(self, module: nn.Module, *, placement: Placement) -> bool:
+        """Whether the weights fit into the memory that the kernels compute in, with some left for the cache; on all ranks."""
+        size = 1 if self.ranks is None else self.ranks.comm.size
+        fits = weight_bytes(module, placement=placement) // size <= weight_room(self._budget(placement.device))
+        return fits if self.ranks is None else all(self.ranks.gather(fits))
+
+    def _budget(self, device: torch.device) -> int:
+        """Bytes that weights, cache and activations of this rank may take on the device."""
+        if self.policy.memory_bytes:
+            return self.policy.memory_bytes
+        if device.type != "cpu":
+            return usual_device_memory(device)
+        return free_memory() // (1 if self.ranks is None else self.ranks.comm.size)
 
     def _over_packed(self, packed: Packed) -> Opened:
         weights, subject = packed.read_rest()
@@ -268,11 +312,19 @@ class Opening:
         packed_bytes: int,
     ) -> Opened:
         """The model over the file's layers, as planned for all ranks that share it: with the largest part, the least memory and the slowest
-        rank. fixed: bytes that stay in memory in addition to layers and threads."""
-        policy, ranks, drafting, of = self.policy, self.ranks, self.drafting, model.description
+        rank. fixed: bytes that stay in the memory of the device in addition to layers and threads."""
+        policy, ranks, drafting, of, placement = (
+            self.policy,
+            self.ranks,
+            self.drafting,
+            model.description,
+            model.placement,
+        )
         assert policy.offload is not None, "layers are streamed"
         positions = min(policy.max_model_len or of.max_len, of.max_len)
-        fixed += policy.offload.threads * policy.offload.block_bytes
+        on_cpu = placement.device.type == "cpu"
+        if on_cpu:
+            fixed += policy.offload.threads * policy.offload.block_bytes
         if drafting is not None and policy.memory_bytes is None:
             drafting = replace(drafting, nbytes=0)  # its memory is already excluded from the free memory
         sizes = sizes_of(
@@ -282,19 +334,20 @@ class Opening:
             fixed=fixed,
             positions=positions,
             sequences=policy.max_sequences or MOST_SEQUENCES,
+            dtype=cache_dtype(policy, model=model),
+            on_cpu=on_cpu,
             drafting=drafting,
         )
-        budget = policy.memory_bytes or free_memory()
+        budget = self._budget(placement.device)
         if ranks is not None:
-            share = budget if policy.memory_bytes else budget // ranks.comm.size
-            budget, sizes = min(ranks.gather(share)), largest(ranks.gather(sizes))
+            budget, sizes = min(ranks.gather(budget)), largest(ranks.gather(sizes))
         chosen = {
             "budget": budget,
             "positions": positions,
             "sequences": policy.max_sequences,
             "step_tokens": policy.max_step_tokens,
         }
-        layers = StreamedLayers(file, policy=policy.offload, buffers=first_buffers(sizes, **chosen))
+        layers = self._layers(file, placement=placement, buffers=first_buffers(sizes, **chosen))
         try:
             rates = measure(model, layers=layers, positions=positions)
             plan = plan_stream(sizes, rates=rates if ranks is None else slowest(ranks.gather(rates)), **chosen)
@@ -304,6 +357,22 @@ class Opening:
             layers.close()
             raise
         return Opened(model=model, subject=subject, plan=plan, streamed=layers, packed_bytes=packed_bytes)
+
+    def _layers(self, file: LayerFile, *, placement: Placement, buffers: int) -> StreamedLayers | DeviceLayers:
+        """The layers of the file in the memory that computes. buffers: size of its ring.
+
+        On a GPU main memory keeps as many of a file's layers as fit into this rank's part of it.
+        """
+        offload, size = self.policy.offload, 1 if self.ranks is None else self.ranks.comm.size
+        assert offload is not None, "layers are streamed"
+        if not placement.by_kernels:
+            return StreamedLayers(file, policy=offload, buffers=buffers)
+        if not offload.uses_nvme:
+            return DeviceLayers(HeldLayers(file), device=placement.device, buffers=buffers)
+        pin = offload.pin_memory and placement.device.type != "cpu"
+        source = StreamedLayers(file, policy=offload, buffers=min(BUFFERS, file.count), pin=pin)
+        room = free_memory() // size // file.nbytes if pin else 0
+        return DeviceLayers(source, device=placement.device, buffers=buffers, host_layers=room)
 
 
 def _source(model: nn.Module | TrainingEngine | UnreadModel) -> tuple[nn.Module, Mapping[str, Tensor]]:

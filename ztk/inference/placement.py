@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.policies.inference import InferencePolicy, device_faults
+from ztk.core.policies.tier import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,8 @@ def placement_of(policy: InferencePolicy, *, module: nn.Module) -> Placement:
     device = torch.device(policy.device) if policy.device else parameter.device
     if device.type == "meta":  # a module without values, with a training engine
         device = torch.device("cpu")
-    streams, asked = policy.offload is not None, policy.kernels is True
-    for fault in device_faults(policy, device=device.type, streams=streams, by_kernels=asked):
+    tier = Tier.none if policy.offload is None else policy.offload.parameters
+    for fault in device_faults(policy, device=device.type, tier=tier, by_kernels=policy.kernels is True):
         raise ValueError(fault)
     by_kernels = device.type != "cpu" or policy.weights == "fp8" if policy.kernels is None else policy.kernels
     if not by_kernels:

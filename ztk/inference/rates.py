@@ -10,6 +10,7 @@ import torch
 
 from ztk.inference.cache import Span
 from ztk.inference.capacity import Rates
+from ztk.inference.device_stream import DeviceLayers
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.policy import SamplingParams
@@ -25,7 +26,9 @@ _DRAWS = 4
 
 
 @torch.inference_mode()
-def measure(model: InferenceModel | StreamedModuleModel, *, layers: StreamedLayers, positions: int) -> Rates:
+def measure(
+    model: InferenceModel | StreamedModuleModel, *, layers: StreamedLayers | DeviceLayers, positions: int
+) -> Rates:
     """The rates of this machine for this model, over `layers` afterwards. positions: tokens of a sequence; half of them are before the rows
     that are measured, which share its keys.
 
@@ -37,7 +40,8 @@ def measure(model: InferenceModel | StreamedModuleModel, *, layers: StreamedLaye
 
     def run(rows: int) -> None:
         spans = [Span(slot=0, start=at, length=1, row=row) for row in range(rows)]
-        model.own_logits(torch.zeros(rows, dtype=torch.int64), spans=spans, cache=cache, rows=list(range(rows)))
+        found = model.own_logits(torch.zeros(rows, dtype=torch.int64), spans=spans, cache=cache, rows=list(range(rows)))
+        found[:1, :1].cpu()  # a GPU has ended then
 
     def each(rows: int) -> tuple[float, float]:
         """Seconds of a layer, and of everything else."""
@@ -67,7 +71,7 @@ def _streamed(
     run: Callable[[], None],
     *,
     model: InferenceModel | StreamedModuleModel,
-    layers: StreamedLayers,
+    layers: StreamedLayers | DeviceLayers,
     together: int,
     rounds: int,
 ) -> tuple[float, int]:
@@ -87,7 +91,7 @@ def _not_hidden(seconds: float, *, reading: float, computing: float) -> float:
     return min(1.0, max(0.0, (seconds - max(reading, computing)) / max(1e-9, min(reading, computing))))
 
 
-def _link(layers: StreamedLayers) -> float:
+def _link(layers: StreamedLayers | DeviceLayers) -> float:
     """Bytes per second of reads without concurrent compute."""
     layers.settle()
     before, started = layers.counters.read_bytes, time.perf_counter()

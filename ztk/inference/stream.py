@@ -1,4 +1,4 @@
-"""Layers that are read from a file while the previous one computes."""
+"""Layers that are read from a file, or copied to a GPU, while the previous one computes."""
 
 import weakref
 from collections import deque
@@ -27,9 +27,10 @@ class StreamedLayers(Generic[Built]):
         ValueError: the folder is in main memory or on a disk without direct I/O.
     """
 
-    def __init__(self, file: LayerFile[Built], *, policy: OffloadPolicy, buffers: int) -> None:
-        self.file, self.counters = file, IoCounters()
-        check_disk(file.folder, direct=policy.direct_io)
+    def __init__(self, file: LayerFile[Built], *, policy: OffloadPolicy, buffers: int, pin: bool = False) -> None:
+        """pin: page-lock the memory of layers."""
+        self.file, self.counters, self._pin = file, IoCounters(), pin
+        check_disk(file.path.parent, direct=policy.direct_io)
         self._disk = _open(file.path, direct=policy.direct_io)
         self._staging = AlignedRegion(nbytes=policy.threads * policy.block_bytes, pin=False)
         self._engine = IoEngine(
@@ -42,8 +43,9 @@ class StreamedLayers(Generic[Built]):
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._close.atexit = False  # the engine has its own way to end with the process
         self._resident: dict[int, LayerBuffer[Built]] = {}
-        self._order = list(range(file.count))  # of those that are read in every pass
-        self._spare = [file.buffer() for _ in range(buffers)]
+        self._numbers = list(range(file.count))  # of the layers of a pass
+        self._order = self._numbers  # of those that are read in every pass
+        self._spare = [file.buffer(pin=pin) for _ in range(buffers)]
         self._ring: deque[LayerBuffer[Built]] = deque()  # in the order in which they will be used
         self._next = 0  # place in `_order` of the layer that is read next
         self._fill()
@@ -70,28 +72,38 @@ class StreamedLayers(Generic[Built]):
         own = (*self._resident.values(), *self._ring, *self._spare)
         return sum(buffer.memory.nbytes for buffer in own) + self._staging.bytes.nbytes
 
+    def only(self, numbers: list[int]) -> None:
+        """Passes have these layers alone from now on, in order. None is resident."""
+        self._restart(0, reading=False)
+        self._resident.clear()
+        self._numbers = self._order = numbers
+        self._fill()
+
     def keep(self, count: int, *, buffers: int) -> None:
         """Makes `count` layers resident, at equal distances, so that reads overlap with their compute. buffers: new size of the ring."""
-        layers = self.file.count
         self._restart(0, reading=False)
         del self._spare[buffers:]
-        for number in sorted({(2 * place + 1) * layers // (2 * count) for place in range(count)}):
-            buffer = self._resident[number] = self.file.buffer()
+        for number in spread(self._numbers, count=count):
+            buffer = self._resident[number] = self.file.buffer(pin=self._pin)
             self._read(buffer, number=number)
             self._wait(buffer)
-        self._order = [number for number in range(layers) if number not in self._resident]
+        self._order = [number for number in self._numbers if number not in self._resident]
         self._fill()
 
     def __iter__(self) -> Iterator[Built]:
-        for number in range(self.file.count):
+        return (buffer.layer for buffer in self.buffers())
+
+    def buffers(self) -> Iterator[LayerBuffer[Built]]:
+        """The buffers of one pass. Each has its layer until the next one is requested."""
+        for number in self._numbers:
             if number in self._resident:
-                yield self._resident[number].layer
+                yield self._resident[number]
                 continue
             if not self._ring or self._ring[0].number != number:  # an earlier pass was not finished
                 self._restart(self._order.index(number))
             buffer = self._ring[0]
             self._wait(buffer)
-            yield buffer.layer
+            yield buffer
             self._spare.append(self._ring.popleft())
             self._fill()
 
@@ -148,6 +160,12 @@ class StreamedLayers(Generic[Built]):
         with self._engine.changed:
             while buffer.under_way is not None and not buffer.under_way.done:
                 self._engine.changed.wait()
+
+
+def spread(numbers: list[int], *, count: int) -> list[int]:
+    """`count` of the numbers, at equal distances and in their order."""
+    total = len(numbers)
+    return [numbers[place] for place in sorted({(2 * one + 1) * total // (2 * count) for one in range(count)})]
 
 
 def _open(path: Path, *, direct: bool) -> DiskFile:

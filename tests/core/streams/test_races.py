@@ -17,6 +17,8 @@ from ztk.core.runtime.comm.planned import PlannedComm
 from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import host_bytes
 from ztk.core.runtime.streams import Copy
+from ztk.inference.device_stream import DeviceLayers
+from ztk.inference.parts import LayerBuffer, LayerFile
 from ztk.parallel.recompute.inputs import InputStore
 from ztk.zero.buckets.exchange import QuantizedCollectives
 from ztk.zero.buckets.residency import Residency
@@ -167,6 +169,50 @@ def test_copies_of_one_place_keep_their_order(use):
     with modelled() as model, mock.patch.object(streams, "copy_on", _before_others):
         use()
     assert model.races
+
+
+class _Rewritten:
+    """Four layers that pass through one buffer of the host, which a read overwrites, in place of `StreamedLayers`."""
+
+    def __init__(self) -> None:
+        self.file = mock.Mock(spec=LayerFile, count=4, nbytes=64)
+        self.file.device_buffer = lambda device: _layer(torch.zeros(64, dtype=torch.uint8, device=device))
+        self._memory = host_bytes(64)
+
+    def buffers(self):
+        for number in range(4):
+            self._memory.zero_()
+            yield _layer(self._memory, number=number)
+
+    def settle(self) -> None:
+        """Nothing is read ahead."""
+
+
+def _layer(memory: torch.Tensor, number: int | None = None) -> LayerBuffer:
+    return LayerBuffer(layer=memory, memory=memory, region=None, number=number)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_layers_on_their_way_to_a_gpu_are_neither_early_nor_overwritten(buffers):
+    def passes() -> None:
+        layers = DeviceLayers(_Rewritten(), device=torch.device("meta"), buffers=buffers)
+        out = torch.zeros(64, dtype=torch.uint8, device="meta")
+        for _ in range(3):
+            for memory in layers:
+                out.add_(memory)
+        for memory in layers:  # a pass that is not finished
+            out.add_(memory)
+            break
+        for memory in layers:
+            out.add_(memory)
+
+    with modelled() as model:
+        passes()
+    assert not model.races and model.checked > 30
+    for target, name, planted in ((Copy, "synchronize", _nothing), (streams, "copy_on", _unordered_copy)):
+        with modelled() as model, mock.patch.object(target, name, planted):
+            passes()
+        assert model.races, name
 
 
 @pytest.mark.parametrize(

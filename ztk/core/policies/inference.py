@@ -50,12 +50,12 @@ ANSWERS = When(_MODEL, lambda config, machine: config.task.name in ANSWERING)
 _NAMED = When(f"{_MODEL}, and inference.model=FOLDER", ANSWERS.test)
 _INFERS = When(f"{_MODEL}, and without eval.engine=training", lambda config, machine: infers(config))
 _STREAMS = When(
-    "task=generate, serve or eval and offload=nvme",
-    lambda config, machine: infers(config) and offloads(config, tier=Tier.nvme),
+    "task=generate, serve or eval and offload=nvme or cpu",
+    lambda config, machine: infers(config) and (offloads(config, tier=Tier.nvme) or offloads(config, tier=Tier.cpu)),
 )
 _PROMPTED, _GENERATES, _SERVES = tasks("generate", "serve"), tasks("generate"), tasks("serve")
 _IN_MEMORY = When(
-    "task=generate or serve, without offload=nvme",
+    "task=generate or serve, without offload",
     lambda config, machine: _PROMPTED.test(config, machine) and not _STREAMS.test(config, machine),
 )
 _DRAFTS = When(
@@ -99,10 +99,10 @@ class InferencePolicy:
         and fp8 needs kernels, see `ztk.kernels.shared`.
     calibration: with int4, tokens of a text. Weights are chosen for small errors of each layer's outputs on it, see
         [Note: Compensated errors] in ztk/kernels/shared/fitting.py, instead of small errors of the weights.
-    offload: layers that do not fit into memory are read from a packed folder in every pass, bypassing the page cache. Its key `parameters`
-        must be nvme; `nvme_path`, `block_bytes`, `threads` and `direct_io` also apply. Other models are first packed into
-        `nvme_path`, and the copy is deleted with the generator. By kernels, as on a GPU, layers stay in memory, and the blocks of
-        preempted sequences are written to a file there.
+    offload: layers that do not fit into memory are read in every pass. Its key `parameters` is nvme, or cpu on a GPU, where main memory then
+        has all layers; `nvme_path`, `block_bytes`, `threads`, `direct_io` and `pin_memory` apply. Files are read past the page cache. Models
+        that are not a packed folder are first packed into `nvme_path`, and the copy is deleted with the generator. On a GPU, layers that fit
+        stay there; with nvme, the blocks of preempted sequences are then written to a file.
     device: cpu or cuda. Defaults to the device of the module's parameters.
     kernels: whether ztk's kernels compute products and draws. Defaults to a GPU and to weights in fp8. On a CPU that is slower, and shows
         what a GPU computes.
@@ -133,7 +133,7 @@ class InferencePolicy:
         optional=True,
     )
     memory_bytes: int | None = key(
-        "with offload=nvme: memory for layers, caches and activations; null: 80 % of the free memory",
+        "with offload=nvme, or cpu on a GPU: memory for layers, caches and activations; null: 80 % of the free memory",
         range=SIZE,
         acts=_STREAMS,
         optional=True,
@@ -198,8 +198,8 @@ class InferencePolicy:
             raise ValueError(
                 f"inference.memory_bytes={self.memory_bytes} has no effect where nothing is streamed: add offload=nvme, or leave it out"
             )
-        if self.offload is not None and self.offload.parameters != Tier.nvme:
-            raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
+        if self.offload is not None and self.offload.parameters is Tier.none:
+            raise ValueError("offload.parameters=none: use nvme, or cpu for a GPU, or leave offload out")
 
 
 @section
@@ -362,7 +362,7 @@ class ServeConfig:
     )
 
 
-ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memory there; use offload=nvme, or leave offload out"
+_ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memory there; use offload=nvme, or leave offload out"
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
 
 
@@ -392,27 +392,37 @@ def calibration_faults(weights: str | None, *, adapters: Any) -> Iterator[str]:
         )
 
 
-def device_faults(options: Any, *, device: str, streams: bool, by_kernels: bool = False) -> Iterator[str]:
+def stream_faults(options: Any, *, adapters: Any) -> Iterator[str]:
+    """One line with its fix for each option that layers which stream exclude. options: has `cache_tokens` and `cache_dtype` as in
+    `InferencePolicy`. adapters: by name."""
+    if adapters:
+        yield from adapter_faults(adapters, cache_dtype=options.cache_dtype, streams=True)
+    if options.cache_tokens is not None:
+        yield (
+            f"inference.cache_tokens={options.cache_tokens}: with layers that stream the plan gives the cache its memory; use "
+            "inference.memory_bytes, inference.max_sequences or inference.max_model_len"
+        )
+
+
+def device_faults(options: Any, *, device: str, tier: Tier, by_kernels: bool = False) -> Iterator[str]:
     """One line with its fix for each option that needs another device.
 
-    options: has `cache_tokens`, `exact`, `memory_bytes` and `weights` as in `InferencePolicy`, None if not given. device: cpu or cuda.
-    streams: whether offload=nvme is chosen. On a CPU layers stream then; on a GPU, or with `by_kernels`, files hold the blocks of
-    preempted sequences.
+    options: has `cache_dtype`, `cache_tokens`, `exact` and `weights` as in `InferencePolicy`, None if not given. device: cpu or cuda.
+    tier: tier of layers that do not fit. On a CPU all layers stream with it; on a GPU, or with `by_kernels`, only the opened model shows
+    whether they do.
     """
     if options.weights == "bf16" and device == "cpu":
         yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
     if device != "cpu" or by_kernels:
-        if streams and options.memory_bytes is not None:
-            yield f"inference.memory_bytes={options.memory_bytes} is for layers that stream: use inference.cache_tokens, or leave it out"
         return
     if options.exact is False and options.weights != "fp8":
         yield "inference.exact=false is for GPUs: the CPU's products are exact and no faster without; leave it out"
-    if streams and options.weights == "fp8":
+    if tier is Tier.none:
+        return
+    if tier is Tier.cpu:
+        yield f"offload=cpu: {_ONLY_NVME}"
+    if options.weights == "fp8":
         yield "inference.weights=fp8 with offload=nvme: layers stream as stored, in int8 or in int4; use weights=int8, or leave offload out"
-    if streams and options.cache_tokens is not None:
-        yield (
-            f"inference.cache_tokens={options.cache_tokens}: with offload=nvme the plan gives the cache its memory; use "
-            "inference.memory_bytes, inference.max_sequences or inference.max_model_len"
-        )
-    if streams and options.cache_dtype == "fp8":
+    yield from stream_faults(options, adapters=None)
+    if options.cache_dtype == "fp8":
         yield "inference.cache_dtype=fp8 with offload=nvme: the plan counts keys and values in fp32; leave cache_dtype out"

@@ -77,8 +77,7 @@ def others_offload(config: "Config", *, tier: Tier) -> bool:
 
 
 def streams_layers(config: "Config") -> bool:
-    """Whether a task that answers reads layers from files in every pass, on a CPU. On a GPU files hold the blocks of preempted
-    sequences."""
+    """Whether a task that answers reads layers from files in every pass, on a CPU. On a GPU only layers that do not fit stream."""
     return config.offload.optimizer is not Tier.none and config.launch.device != "cuda"
 
 
@@ -92,8 +91,8 @@ def device_of(config: "Config", *, machine: "Machine") -> str:
 
 
 def _needs_cpu(config: "Config", *, machine: "Machine") -> bool:
-    """Whether the task answers in a way that only the CPU has: layers that are streamed, or more ranks than there are GPUs."""
-    return infers(config) and (streams_layers(config) or config.topology.tensor > machine.gpus)
+    """Whether the task answers in a way that only the CPU has: with more ranks than there are GPUs."""
+    return infers(config) and config.topology.tensor > machine.gpus
 
 
 def times_kernels(config: "Config") -> bool:
