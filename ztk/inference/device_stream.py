@@ -71,7 +71,8 @@ class DeviceLayers(Generic[Built]):
         self._resident: dict[int, LayerBuffer[Built]] = {}
         self._order = list(range(self.file.count))  # of those that are copied in every pass
         self._ring = [self.file.device_buffer(device) for _ in range(buffers)]
-        self._spare, self._in_use = list(self._ring), None
+        self._spare = list(self._ring)
+        self._in_use: LayerBuffer[Built] | None = None
         self._pass: Iterator[LayerBuffer[Built]] = iter(())
         self._ahead: tuple[LayerBuffer[Built], Copy | None] | None = None
 

@@ -172,7 +172,8 @@ class LayerWriter:
         self._folder, self._count, self._pin = folder, count, pin
         self._file = None if folder is None else open(folder / LAYERS, "wb")
         self._number, self.items, self.nbytes = 0, list[Item](), 0
-        self._held, self._shapes = list[AlignedRegion](), blank
+        self._held = list[AlignedRegion]()
+        self._shapes: Callable[[Item], Product | Affine] = blank
 
     def write(self, values: Values) -> None:
         """The next layer."""

@@ -323,9 +323,10 @@ class WeightReader:
         return self._plain_product(self._affine(f"{block}gate")), each
 
     def _padded(self, *, up: UnreadAffine, down: UnreadAffine, gate: UnreadAffine | None) -> Mlp:
-        parts = self._cut.inner(gate=gate, up=up, down=down)
-        gate, up, down = (None if part is None else self._read(part) for part in parts)
-        extra = -up.weight.shape[0] % _INNER
+        own_gate, own_up, own_down = self._cut.inner(gate=gate, up=up, down=down)
+        gating = None if own_gate is None else self._read(own_gate)
+        raising, lowering = self._read(own_up), self._read(own_down)
+        extra = -raising.weight.shape[0] % _INNER
 
         def rows(part: Affine) -> Affine:
             if not extra:
@@ -333,11 +334,11 @@ class WeightReader:
             bias = None if part.bias is None else F.pad(part.bias, (0, extra))
             return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
 
-        columns = F.pad(down.weight, (0, extra)) if extra else down.weight
+        columns = F.pad(lowering.weight, (0, extra)) if extra else lowering.weight
         return Mlp(
-            up=self._product(rows(up)),
-            down=self._product(replace(down, weight=columns)),
-            gate=None if gate is None else self._product(rows(gate)),
+            up=self._product(rows(raising)),
+            down=self._product(replace(lowering, weight=columns)),
+            gate=None if gating is None else self._product(rows(gating)),
         )
 
     def _norm(self, name: str) -> Affine:
