@@ -19,7 +19,7 @@
 # Stage 1 shards the 12 over the N ranks, stage 2 also the gradients, stage 3 also the parameters. Stages 0 to 2 send 2 elements per
 # parameter and step, stage 3 sends 3, because it gathers the parameters once more for the backward.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about MINUTES minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 3 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 1` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 

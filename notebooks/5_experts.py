@@ -20,7 +20,7 @@
 # much as a dense layer of 768. Its other blocks have 512. A dense model with 640 in every block computes the same. It is `tiny_wide`, an option
 # in the folder `options` next to this file.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about MINUTES minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 3 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 5` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own, as `options` here.
 

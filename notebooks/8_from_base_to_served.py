@@ -23,7 +23,7 @@
 #
 # `python scripts/get_model.py smollm2` fetches the model; `ZTK_REAL_MODEL` names another place.
 #
-# **To run it.** `pip install -e ".[dev]"` in ztk's folder, then open this file in Jupyter. It takes about MINUTES minutes on two cores,
+# **To run it.** `pip install -e ".[dev]"` in ztk's folder, then open this file in Jupyter. It takes more than an hour on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 8` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 
