@@ -79,7 +79,7 @@ class Cut:
         return self.outputs(full, part=range(min(self.rank * rows, total), min((self.rank + 1) * rows, total)))
 
     def padded(self, own: Affine, *, vocabulary: int) -> Affine:
-        """Adds rows of zeros to those of `tokens`, so that all ranks have the same number. vocabulary: rows of all ranks together."""
+        """Adds rows of zeros to the rows of `tokens`, so that all ranks have the same number. vocabulary: rows of all ranks together."""
         if not (missing := -(-vocabulary // self.size) - own.weight.shape[0]):
             return own
         bias = None if own.bias is None else F.pad(own.bias, (0, missing))
