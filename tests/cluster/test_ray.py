@@ -205,7 +205,7 @@ def test_a_run_that_gets_no_room_ends(tmp_path, cluster):
     process = start("launch=ray", "launch.start_seconds=5", folder=folder, cluster=cluster, ranks=8)
     output = process.communicate(timeout=100)[0]
     assert process.returncode == 1, output
-    assert "Ray has not 8 times {'CPU': 1} free within launch.start_seconds=5" in output
+    assert "Ray has not started 8 workers with {'CPU': 1} each within launch.start_seconds=5" in output
     assert summary(folder)["status"] == "failed"
 
 

@@ -137,7 +137,7 @@ def run_on_ray(config: Config, *, cluster: RayCluster, say: Callable[..., None],
 
     Raises:
         RankError: a rank failed once more. It has the first cause.
-        TimeoutError: Ray has not the resources within `launch.start_seconds`, although no other run of the command uses any.
+        TimeoutError: Ray has not started the workers within `launch.start_seconds`, although no other run of the command has any.
         KeyboardInterrupt, SystemExit: after a signal, when the ranks have saved their step and ended.
     """
     import ray
@@ -217,7 +217,7 @@ def _watch(fit: Any, *, run: Any, config: Config, cluster: RayCluster, say: Call
             begun = time.monotonic()
         elif time.monotonic() - begun > seconds and not has_ended:
             raise TimeoutError(
-                f"launch=ray: Ray has not {run.ranks} times {run.resources} free within launch.start_seconds={seconds:g}"
+                f"launch=ray: Ray has not started {run.ranks} workers with {run.resources} each within launch.start_seconds={seconds:g}"
             )
     return failures
 
