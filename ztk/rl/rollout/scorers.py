@@ -1,6 +1,6 @@
 """Clients of servers that score texts: `task=serve` with a reward model, and vLLM with a model for sequence classification.
 
-Both answer `POST /classify`, whose `probs` with `use_activation=false` has the model's value. vLLM's fields are those of 0.16 to 0.32.
+Both answer `POST /classify`, whose `probs` with `use_activation=false` has the model's value. The fields are the same in vLLM 0.16 to 0.32.
 """
 
 import http.client

@@ -113,7 +113,7 @@ class ServedRollouts:
 def draw_by(
     fleet: Fleet, *, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], oldest: str | None = None
 ) -> list[Answer]:
-    """One answer to each prompt, in requests of one prompt each. oldest, errors: those of `Fleet.compute`."""
+    """One answer to each prompt, in requests of one prompt each. oldest: the same as in `Fleet.compute`."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
         groups.setdefault((tuple(prompt), own.max_tokens), []).append(row)
