@@ -18,7 +18,7 @@ QUICK = (
     "tests/test_library.py",
     "tests/test_named_tests.py",
     "tests/test_quick.py",
-    "tests/checkpoint/test_boxes.py",
+    "tests/core/runtime/test_boxes.py",
     "tests/checkpoint/test_saving.py::test_files_are_the_same_for_every_tier",
     "tests/checkpoint/test_saving.py::test_retention_keeps_the_newest_and_every_nth",
     "tests/cli/test_help.py",
