@@ -19,7 +19,7 @@
 # 12 bytes per parameter and writes 12 (master weights and two moments in 32 bits) for any batch. The device's computing time grows with the
 # batch, so the ratio of step times must fall towards 1.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes an estimated 10 minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 4 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 2` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 

@@ -19,7 +19,7 @@
 # bf16 rounds to 8 significant bits, fp16 to 11, fp32 to 24. If rounding errors add up in proportion to one rounding, fp16 lies 8
 # times nearer to fp32 than bf16. A stage only decides where numbers are stored, so it must not change a loss.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes an estimated 5 minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 3 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 3` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 

@@ -19,7 +19,7 @@
 # `(p - 1) / (v m + p - 1)`. Zero-bubble schedules (Qi et al., 2023) split the backward: no other stage waits for the gradients of weights,
 # so they fill the gaps.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes an estimated 10 minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 3 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 4` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 

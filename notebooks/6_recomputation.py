@@ -19,7 +19,7 @@
 # then takes 1 + 1 + 2, at most 4/3. `every2` recomputes every second block. `selective` keeps the results of matrix products and attention
 # and recomputes the rest (Korthikanti et al., 2022), which costs few operations.
 #
-# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 5 minutes on two cores,
+# **To run it.** `pip install -e ".[notebooks]"` in ztk's folder, then open this file in Jupyter. It takes about 2 minutes on two cores,
 # and under 90 seconds with `ZTK_NOTEBOOKS=quick` in the environment. `python scripts/build_notebooks.py 6` executes it without Jupyter.
 # `config_dir=FOLDER` of `ztk.plan_run`, `ztk.run` and `ztk.sweep` adds options of your own.
 
