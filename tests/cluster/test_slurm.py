@@ -168,7 +168,7 @@ def test_a_folder_has_one_job(cluster, tmp_path):
 
 
 def sweep(*words: str, folder: Path, cluster: Cluster, place: Path) -> list[str]:
-    """Submits two points and returns their jobs, which are those of one array."""
+    """Submits two points and returns their jobs, which are in one array."""
     line = ("-m", "zero=stage1,stage3", "sweep.launcher=slurm", *words, f"hydra.sweep.dir={folder}")
     own = [word for word in RUN if word not in ("zero=stage1", "train.micro_batch_size=2")]
     own.append("train.micro_batch_size=4")  # with several micro-batches the stages add in other orders

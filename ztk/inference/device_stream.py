@@ -78,7 +78,7 @@ class DeviceLayers(Generic[Built]):
 
     @property
     def held(self) -> list[Built]:
-        """The layers on the device, at least one; those of the ring may have any values."""
+        """The layers on the device, at least one; buffers of the ring may have any values."""
         return [buffer.layer for buffer in (*self._resident.values(), *self._ring)]
 
     @property
