@@ -84,7 +84,7 @@ def open_served(config: Config, *, actor: Engine) -> ServedRollouts:
 
 
 def _started(config: Config, *, actor: Engine, folders: Sequence[Path]) -> RayServers | None:
-    """Starts servers of Ray on rank 0. They begin with the weights of now, or those of `model.path`. A collective call."""
+    """Starts servers of Ray on rank 0. They begin with the current weights, or with the weights of `model.path`. A collective call."""
     model = config.model.path
     if model is None:
         step = checkpoint.save(actor, folder=folders[0].parent / "model", keep=1)

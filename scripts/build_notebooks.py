@@ -92,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("notebooks", nargs="*", help="numbers of notebooks (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, under 90 seconds per notebook")
-    parser.add_argument("--store", action="store_true", help="copy what was built to docs/notebooks")
+    parser.add_argument("--store", action="store_true", help="copy built notebooks to docs/notebooks")
     parser.add_argument("--folder", type=Path, help="default: outputs/notebooks/full or quick")
     given = parser.parse_args()
     if given.quick and given.store:

@@ -151,6 +151,18 @@ def test_layers_that_pass_through_a_gpu_change_no_bit(ranks, tmp_path, name, tie
     assert not list(tmp_path.iterdir())
 
 
+def test_layers_that_fit_leave_the_rest_of_their_memory_to_the_cache(tmp_path):
+    """Nothing streams, and `memory_bytes` holds for layers, cache and a step together."""
+    with gpu_tensors(), use_api(Streams()), mock.patch.object(graphs, "CudaCapture", lambda: Replayed.capture):
+        sizes = {"max_model_len": 192, "max_step_tokens": 8, "memory_bytes": 4_000_000}
+        policy = InferencePolicy(device="cuda:0", offload=offload("nvme", folder=tmp_path), **sizes)
+        generator = Generator(WIDE["six layers"](), policy=policy)
+        layers = sum(product.nbytes for product in generator._model.products())
+        assert generator.plan is None
+        assert 0 < generator._cache.nbytes < 4_000_000 - layers
+        generator.close()
+
+
 def test_grammars_add_no_read_of_the_device(monkeypatch):
     """One read per step brings the drawn tokens of all rows; masks are sent and nothing of them returns."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)

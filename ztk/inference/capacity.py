@@ -335,6 +335,11 @@ def cache_blocks(
         free = usual_device_memory(model.placement.device)
     if ranks is not None and on_cpu:
         free //= ranks.comm.size
+    if policy.memory_bytes is not None:  # of layers that could stream, and fit
+        held = sum(product.nbytes for product in model.products())
+        held += of.vocab_size * of.dim * model.placement.dtype.itemsize  # the embedding
+        step = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
+        free = min(free, policy.memory_bytes - held - (0 if on_cpu else step))
     if draft is not None:
         own, more = _attention_bytes(draft.description, sequences=slots)
         each, more = block_bytes(draft.description, dtype=torch.float32), more + _working(draft, rows=PROMPT_TOKENS)

@@ -23,7 +23,7 @@ from ztk.core.runtime.boxes import Box
 SCHEME = "gloo://"
 CHUNK_BYTES = 4 << 20
 _POLL_SECONDS = 0.1
-_END, _VALUES, _LARGEST = range(3)  # what a message asks for
+_END, _VALUES, _LARGEST = range(3)  # kinds of messages
 _COUNT = "pulls"  # key of the number of processes that have come
 _MOST_AXES = 8
 
