@@ -18,7 +18,7 @@ from ztk.core.policies.tier import Tier
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
 from ztk.core.precision.float8 import device_fault
-from ztk.core.runtime import Process
+from ztk.core.runtime import Process, repeated
 from ztk.core.runtime.host_memory import keep_freed_memory, return_freed_memory
 from ztk.core.runtime.part import InitialValues, Part, values_of_parts
 from ztk.core.runtime.planned import is_planned
@@ -406,6 +406,7 @@ def apply_recompute(plan: Plan) -> None:
         comm=plan.mesh.comm("tp"),
         ledger=plan.memory,
         is_stage=plan.stages is not None,
+        around=repeated.contexts if plan.mesh.comm("ep").size > 1 else None,
     )
 
 

@@ -148,7 +148,8 @@ def train(
     losses, norms = [], []
     begun = engine.global_steps * accumulation_steps
     tokens = (batch(step, rank=mesh.replica, world=mesh.replicas) for step in range(begun, steps * accumulation_steps))
-    micro_batches = ((part[:, :-1], part[:, 1:]) for part in tokens)
+    on_device = (part.to(process.device) for part in tokens)
+    micro_batches = ((part[:, :-1], part[:, 1:]) for part in on_device)
     for step in range(engine.global_steps, steps):
         if save_after is not None and step == save_after[0]:
             checkpoint.save(engine, folder=save_after[1])
@@ -157,7 +158,7 @@ def train(
         norms.append(engine.read_metrics().grad_norm)
     counted, calls = mesh.counters.bytes, mesh.counters.calls
     module_metrics = engine.read_module_metrics()
-    weights = {name: value.float().clone() for name, value in engine.zero.full_parameters()}
+    weights = {name: value.float().cpu().clone() for name, value in engine.zero.full_parameters()}
     bits = hashlib.sha256(torch.tensor(losses).numpy().tobytes())
     for name in sorted(weights):
         bits.update(weights[name].numpy().tobytes())

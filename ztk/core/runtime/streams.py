@@ -210,9 +210,10 @@ class Reading:
             self._copy = start_copy(values, out=self._values)
 
     def wait(self) -> Tensor:
-        """Waits and returns the values in host memory."""
+        """Waits, the first time, and returns the values in host memory."""
         if self._copy is not None:
             self._copy.synchronize()
+            self._copy = None
         return self._values
 
 

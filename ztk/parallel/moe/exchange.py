@@ -4,6 +4,18 @@ Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are s
 Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather the number
 of choices per expert. This small collective is the only time in a layer that the host waits for the device, which meanwhile sorts
 the tokens to send. Counts have an integer dtype.
+
+[Note: One read per layer]
+An all-to-all of NCCL needs its sizes on the host. They depend on this layer's router, and so on the experts of the layer before: no earlier
+exchange can have the sizes of several layers. Sizes that the host knows without a read cost more:
+
+- Buffers with room for every case: all T k rows of a rank may go to one other, so n ranks send n times the bytes.
+- A capacity per pair of ranks: rows beyond it are dropped, or the step is computed again.
+- All tokens to all ranks: (n - 1) T rows in place of T k (n - 1) / n, and results that are summed over ranks, in another order of choices
+  than on one rank.
+
+So the host reads once per layer and micro-batch. The backward needs no read, and a repetition of the forward neither
+(`ztk.core.runtime.repeated`).
 """
 
 from collections.abc import Callable
@@ -14,11 +26,13 @@ from torch import Tensor
 
 from ztk.core.runtime import Comm, Mesh
 from ztk.core.runtime.planned import is_planned, note_read
-from ztk.core.runtime.streams import Reading
+from ztk.core.runtime.repeated import start_reading
 from ztk.kernels import Routing, Slots, moe_slots
 from ztk.kernels.launch.functions import OnceFunction
 from ztk.kernels.ops.moe_combine import combine
 from ztk.parallel.moe.all_to_all import AsyncAllToAll
+
+_ROWS = "rows per rank of the experts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +79,11 @@ class ExpertExchange:
         if self._experts.size == 1:
             rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
             return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
-        planned = is_planned(tokens.device)
-        note_read("rows per rank of the experts")
-        reading = None if planned else DispatchPlan.start(shared, experts=self._experts, data=self._data)
+        reading = None
+        if is_planned(tokens.device):
+            note_read(_ROWS)
+        else:
+            reading = DispatchPlan.start(shared, experts=self._experts, data=self._data)
         outgoing = gather_rows(tokens, order=routing.order, position=routing.position)  # while the host reads
         if reading is None:
             plan = DispatchPlan.balanced(shared, rows=routing.order.numel(), experts=self._experts)
@@ -120,20 +136,20 @@ class DispatchPlan:
         """counts: integers [data, E], how many rows every rank of the data axis sends to each expert."""
         first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
         by_pair = counts[first : first + experts.size].view(experts.size, experts.size, -1)
-        return PlanUnderWay(by_pair=by_pair, totals=Reading(by_pair.sum(dim=2)), experts=experts)
+        return PlanUnderWay(by_pair=by_pair, totals=start_reading(by_pair.sum(dim=2), name=_ROWS), experts=experts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanUnderWay:
-    """by_pair: integers [sender, holder, own experts]. totals: their sums over experts, [sender, holder]."""
+    """by_pair: integers [sender, holder, own experts]. totals: waits for their sums over experts, [sender, holder] on the host."""
 
     by_pair: Tensor
-    totals: Reading
+    totals: Callable[[], Tensor]
     experts: Comm
 
     def finish(self) -> DispatchPlan:
         """Waits until the totals are on the host: for work issued before `start`, but not for later work."""
-        totals, rank = self.totals.wait().tolist(), self.experts.rank
+        totals, rank = self.totals().tolist(), self.experts.rank
         send = totals[rank]
         receive = [row[rank] for row in totals]
         coming = self.by_pair[:, rank]  # [sender, own experts]

@@ -8,7 +8,7 @@ from torch import nn
 from ztk.core.policies.recompute import RecomputeMode, RecomputePolicy
 from ztk.core.runtime import Comm, MemoryLedger
 from ztk.core.runtime.own_forward import replace_forward
-from ztk.parallel.recompute.region import Regions
+from ztk.parallel.recompute.region import Contexts, Regions
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -20,11 +20,12 @@ def recompute_blocks(
     comm: Comm | None = None,
     ledger: MemoryLedger | None = None,
     is_stage: bool = False,
+    around: Contexts | None = None,
 ) -> list[str]:
     """Turns the forwards of `model`'s blocks into regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
 
     comm: communicates between the tensor-parallel ranks for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
-    is_stage: `model` has only some modules of a model that `blocks` has accepted, and may have no block.
+    is_stage: `model` has only some modules of a model that `blocks` has accepted, and may have no block. around: see `Regions`.
     Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
     fills a cache while it trains.
     """
@@ -40,7 +41,7 @@ def recompute_blocks(
             "model.config.use_cache = False before training (`generate` may still ask for one)"
         )
     chosen = (_blocks(model, policy=policy) if is_stage else blocks(model, policy=policy))[:: policy.every]
-    regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger)
+    regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger, around=around)
     for _, module in chosen:
         _wrap(module, regions=regions)
     return [name for name, _ in chosen]

@@ -7,7 +7,8 @@ the same tensors in every block and stay where they are. A region inside a regio
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class Regions:
     def _contexts(self) -> tuple[Any, Any]:
         """The contexts around the forward and around its repetition."""
         pairs = [make() for make in (self._around, self._selective()) if make is not None]
-        return tuple(_together(contexts) for contexts in zip(*pairs, strict=True)) if pairs else noop_context_fn()
+        return tuple(map(_Together, zip(*pairs, strict=True))) if pairs else noop_context_fn()
 
     def _selective(self) -> Contexts | None:
         return selective.contexts if self._policy.mode is RecomputeMode.selective else None
@@ -124,9 +125,20 @@ def _identity(tensor: Tensor) -> tuple:
     return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-@contextmanager
-def _together(contexts: Iterable) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Together:
+    """Several contexts as one. The backwards of a graph that is kept enter it once each."""
+
+    def __init__(self, contexts: Iterable[AbstractContextManager]) -> None:
+        self._contexts = tuple(contexts)
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, trace)
