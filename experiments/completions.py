@@ -78,6 +78,8 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
             "kl": None if kl is None else float(kl[row]),
             "finished": bool(samples.finished[row]),
         }
+        if samples.late is not None:
+            own |= {"late": bool(samples.late[row])}
         if run.episodes:
             own |= {"prompt": run.prompts.prompt_of(samples, row=row)} | of_episode(run.episodes[row])
         records.append(own | logged)

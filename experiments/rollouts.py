@@ -4,6 +4,7 @@ The functions draw the rollouts of `task=grpo` and `task=ppo`, to train and to e
 `task=dpo` and `task=distill` on held-out prompts.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.core.policies.rollout import LateName
 from ztk.data import ByteTokenizer
 from ztk.experiments.episodes import episode_metrics, played
 from ztk.experiments.examples import HELD_OUT
@@ -54,7 +56,7 @@ HELD_OUT_PROMPTS = 256  # of `HeldOutAnswers`, over all ranks
 GREEDY = 1e-6  # a temperature at which the largest logit has all probability
 LONGEST = 8  # tokens of an answer of `HeldOutAnswers`
 # Values of every sample that the ranks exchange, float64 each.
-COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
+COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished", "late")
 
 
 def drawing(run: Run) -> AbstractContextManager[None]:
@@ -75,16 +77,21 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
 
 
 def drawing_of(
-    run: Run, *, first_prompt: int | None = None, number: int | None = None, begins: bool = False
+    run: Run,
+    *,
+    first_prompt: int | None = None,
+    number: int | None = None,
+    begins: bool = False,
+    late: threading.Event | None = None,
 ) -> Callable[[], Drawn]:
     """Draws a rollout when it is called, once. Weights that `run.drawer` copies are copied before this returns. A collective call.
 
     number: number of the rollout in the run, by default of the next one. first_prompt: number of its first prompt, by default the run's next.
-    begins: begins the rewards, too.
+    begins: begins the rewards, too. late: event of `Requests`.
     """
     number = run.rollouts if number is None else number
     policy, first = policy_of(run, is_trained=first_prompt is None), number * run.config.rollout.prompts
-    requests = requests_of(run, first_prompt=first if first_prompt is None else first_prompt)
+    requests = requests_of(run, first_prompt=first if first_prompt is None else first_prompt, late=late)
     turns, drawn_at = ExitStack(), run.actor.global_steps
     given = {"policy": policy, "requests": requests}
     draws = turns.enter_context(run.drawer.turns(**given, step=number))
@@ -103,8 +110,8 @@ def drawing_of(
     return draw_all
 
 
-def requests_of(run: Run, *, first_prompt: int) -> Requests:
-    """Returns this rank's part of a rollout. first_prompt: number of its first prompt."""
+def requests_of(run: Run, *, first_prompt: int, late: threading.Event | None = None) -> Requests:
+    """Returns this rank's part of a rollout. first_prompt: number of its first prompt. late: event of `Requests`."""
     config, rollout, mesh = run.config, run.config.rollout, run.process.mesh
     layout = {"rank": mesh.replica, "world_size": mesh.replicas}
     numbers = share_of_rank(updates=run.buffer.updates, per_update=config.train.global_batch_size, **layout)
@@ -114,6 +121,7 @@ def requests_of(run: Run, *, first_prompt: int) -> Requests:
         numbers=numbers,
         prompt_numbers=prompt_numbers,
         copies=numbers % rollout.group_size,
+        late=late,
     )
 
 
@@ -159,7 +167,9 @@ def draw_ahead(run: Run) -> None:
     run.ahead.drop()
     for number in range(len(run.ahead), run.config.rollout.staleness or 0):
         if run.actor.global_steps + (number + 1) * run.buffer.updates < run.config.train.steps:
-            run.ahead.start(drawing_of(run, number=run.rollouts + number, begins=overlaps(run)))
+            late = threading.Event() if run.config.rollout.late is LateName.cut else None
+            draw = drawing_of(run, number=run.rollouts + number, begins=overlaps(run), late=late)
+            run.ahead.start(draw, late=late)
 
 
 def accepted(run: Run, *, drawn: Drawn) -> Samples:
@@ -331,6 +341,7 @@ def table_of(
             nothing if penalty is None else penalty.double(),
             samples.answer_mask.sum(1).double(),
             samples.finished.double(),
+            nothing if samples.late is None else samples.late.double(),
         ],
         dim=1,
     )
@@ -341,7 +352,10 @@ def table_of(
 
 
 def measure(run: Run, *, scored: Scored) -> dict[str, float]:
-    """Returns the metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups: fractions of the samples."""
+    """Returns the metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups, rollout_late: fractions of the samples.
+
+    truncated: at `rollout.max_tokens`. rollout_late: by `rollout.late=cut`.
+    """
     table, included = scored.table, scored.included
     lengths = table["length"] - table["finished"]  # the end token is not text
     kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
@@ -349,13 +363,15 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     has_critic = run.config.advantage.baseline == "critic"
     groups = torch.zeros_like(scored.groups) if has_critic else scored.groups
     equal = equal_groups(table["reward"], groups=groups, included=included)
+    cut = run.config.rollout.late is LateName.cut
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
         **reward_metrics(run),
         **episode_metrics(run),
         **kl,
         "length": lengths.mean().item(),
-        "truncated": 1 - table["finished"].mean().item(),
+        "truncated": 1 - (table["finished"] + table["late"]).mean().item(),
+        **({"rollout_late": table["late"].mean().item()} if cut else {}),
         "empty": (lengths == 0).double().mean().item(),
         "excluded": 1 - included.double().mean().item(),
         "equal_groups": equal.double().mean().item(),

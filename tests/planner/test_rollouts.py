@@ -44,7 +44,7 @@ def test_seconds_are_those_computed_by_hand():
     assert found.updates == pytest.approx(6.0)
     assert found.sends == pytest.approx(4.0)  # 2e9 bytes to each of two servers
     assert found.in_turns == pytest.approx(16.0) and found.overlapped == pytest.approx(9.0)
-    assert found.needed == 1
+    assert found.needed == 1 and found.in_time == 1 and len(list(found.lines())) == 3
 
 
 def test_memory_limits_few_sequences_and_devices_divide_a_server():
@@ -58,6 +58,7 @@ def test_memory_limits_few_sequences_and_devices_divide_a_server():
     needy = plan_rollout(MADE, work=few, servers=4, devices=1, hardware=slow, weight_bytes=2)
     # 2.1 s for each of 40 steps and 0.2 s, next to 0.3 s of scores and 0.6 s of updates.
     assert needy.draws_alone == pytest.approx(84.2) and needy.needed == 94
+    assert needy.in_time == pytest.approx(0.9 * 4 / 84.2) and "rollout.late=cut: 4% of" in list(needy.lines())[-1]
 
 
 def test_hardware_without_a_network_is_refused():
@@ -83,4 +84,4 @@ def test_the_task_plans_rollouts_with_other_servers(tmp_path):
     weights = made.parameters * 2 * 3
     slowest = min(made.hardware.network_bandwidth, Hardware(**hardware_values("a100_80")).network_bandwidth)
     assert found.sends == pytest.approx(weights / slowest)
-    assert set(found.row()) >= {"rollout.draw_seconds", "rollout.servers_needed"} and len(list(found.lines())) == 3
+    assert set(found.row()) >= {"rollout.draw_seconds", "rollout.servers_needed", "rollout.in_time"}

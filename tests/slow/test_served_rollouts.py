@@ -74,10 +74,17 @@ def test_random_faults_change_no_bit(own, tmp_path, show, amount, transfer):
     show(f"{transfer}: {made.total()} faults in {runs} runs, equal digests and answers ({kinds})")
 
 
-def test_late_answers_are_waited_for_and_never_too_old(own, tmp_path):
+@pytest.mark.parametrize("late", ["carry", "cut"])
+def test_late_answers_are_waited_for_or_cut_and_never_too_old(own, tmp_path, late, show):
     """With a server whose answers take longer than the updates of two rollouts."""
     steps, most = 20, 2
-    words = (f"train.steps={steps}", f"rollout.staleness={most}", "rollout.identity=corrected")
+    words = (
+        f"train.steps={steps}",
+        f"rollout.staleness={most}",
+        "rollout.identity=corrected",
+        f"rollout.late={late}",
+        "checkpoint.every=100",  # a checkpoint waits for whole answers
+    )
     with scene(tmp_path, model=own, words=words) as stage:
         stage.cables[0].delay = 3.0
         stage.start_run()
@@ -86,6 +93,10 @@ def test_late_answers_are_waited_for_and_never_too_old(own, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     oldest = [row["rollout_staleness_max"] for row in rows]
     assert len(rows) == steps and oldest[:4] == [0, 0, 1, 1] and max(oldest) == most
+    if late == "cut":
+        cut = sum(row["rollout_late"] for row in rows) / steps
+        assert 0 < cut < 1
+        show(f"rollout.late=cut: {cut:.0%} of the answers cut")
     assert all(row["rollout_k3"] > 0 for row in rows[4:])
     answers = Counter(json.loads(line)["step"] for line in (folder / "completions.jsonl").read_text().splitlines())
     assert answers == dict.fromkeys(range(1, steps, 2), 32)

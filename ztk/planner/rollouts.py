@@ -64,6 +64,11 @@ class RolloutPlan:
         """Seconds of a rollout if servers draw while the trainer works, and take weights meanwhile, as with rollout.staleness=1."""
         return max(self.draws, self.scores + self.updates, self.sends)
 
+    @property
+    def in_time(self) -> float:
+        """Share of a rollout's draws that end while the trainer scores and updates. rollout.late=cut cuts the answers of the others."""
+        return min(1.0, (self.scores + self.updates) / self.draws)
+
     def row(self) -> dict[str, Any]:
         """Flat keys and plain numbers."""
         return {
@@ -75,6 +80,7 @@ class RolloutPlan:
             "rollout.seconds": self.in_turns,
             "rollout.overlapped_seconds": self.overlapped,
             "rollout.servers_needed": self.needed,
+            "rollout.in_time": self.in_time,
         }
 
     def lines(self) -> Iterator[str]:
@@ -86,6 +92,8 @@ class RolloutPlan:
         )
         yield f"  rollout.staleness=0 takes {self.in_turns:.3g} s, 1 takes {self.overlapped:.3g} s; the trainer computes for {busy:.0%} of them"
         yield f"  {self.needed} servers keep the trainer busy"
+        if self.in_time < 1:
+            yield f"  rollout.late=cut: {self.in_time:.0%} of the drawing ends in time, and answers that are under way then are cut"
 
 
 def plan_rollout(

@@ -107,6 +107,13 @@ class TransferName(StrEnum):
     gloo = "gloo"
 
 
+class LateName(StrEnum):
+    """rollout.late: the fate of answers that the next update waits for."""
+
+    carry = "carry"
+    cut = "cut"
+
+
 class KlEstimator(StrEnum):
     """kl.estimator: the estimate of the divergence."""
 
@@ -172,6 +179,10 @@ _GENERATES = When(
 _ASKS = When(
     f"{_ANSWERED.words}, and rollout.servers",
     lambda config, machine: _ANSWERED.test(config, machine) and bool(config.rollout.servers),
+)
+_ASKS_AHEAD = When(
+    f"{DRAWS.words} and rollout.staleness above 0, and rollout.servers",
+    lambda config, machine: draws(config) and bool(config.rollout.staleness) and bool(config.rollout.servers),
 )
 _CORRECTS = When(
     "rollout.identity=corrected",
@@ -259,6 +270,8 @@ def _vllm_faults(config: "Config") -> Iterator[str]:
             yield f"rollout.{name}={value:g} with {key}: vLLM does not send the tokens that a cut keeps; use rollout.{name}={plain:g}"
     if draws(config) and rollout.identity is not RolloutIdentity.corrected:
         yield f"rollout.identity={rollout.identity} with {key}: vLLM has log-probabilities of its own; use rollout.identity=corrected"
+    if rollout.late is LateName.cut:
+        yield f"rollout.late=cut with {key}: tokens of vLLM's streams are not read; use rollout.late=carry"
     if rollout.servers_transfer is TransferName.gloo:
         yield f"rollout.servers_transfer=gloo with {key}: vLLM reads weights from the run folder; leave rollout.servers_transfer out"
     if not is_hugging_face(config.model):
@@ -390,6 +403,12 @@ class RolloutConfig:
         range=COUNT_OR_ZERO,
         was="rollout.ahead",
     )
+    late: LateName | None = key(
+        "answers of rollout.servers that are under way when the next update needs them: carry: they go on with newer weights, and the update "
+        "waits for their ends; cut: each ends after the token that is being drawn, at least one, and trains with its tokens so far",
+        default=LateName.carry,
+        acts=_ASKS_AHEAD,
+    )
     identity: RolloutIdentity | None = key(
         "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
         "ratio weighs the loss (truncated importance sampling); off: neither",
@@ -415,7 +434,9 @@ class RolloutConfig:
     drop_equal_groups: bool | None = key(
         "answers of a group with equal rewards do not count in the loss", contradicts=_group_faults
     )
-    mask_truncated: bool | None = key("answers that were cut at rollout.max_tokens do not count in the loss")
+    mask_truncated: bool | None = key(
+        "answers that were cut at rollout.max_tokens, or by rollout.late=cut, do not count in the loss"
+    )
     show_every: int | None = key(
         "steps between texts on screen and in samples.jsonl; 0: none",
         default=25,

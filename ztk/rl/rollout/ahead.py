@@ -21,9 +21,10 @@ class Drawn:
 
 
 class _Rollout:
-    """One that is being sampled, or that is complete."""
+    """One that is being sampled, or that is complete. late: event of `Ahead.start`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: threading.Event | None = None) -> None:
+        self.late = late
         self.thread: threading.Thread | None = None
         self.drawn: Drawn | None = None
         self.error: BaseException | None = None
@@ -64,15 +65,17 @@ class Ahead:
         for thread in threads:
             thread.join()
 
-    def start(self, draw: Callable[[], Drawn]) -> None:
-        """Starts the rollout after those that are held."""
+    def start(self, draw: Callable[[], Drawn], *, late: threading.Event | None = None) -> None:
+        """Starts the rollout after those that are held. late: event that is set when `first` waits for it."""
         self.check()
-        self._held.append(_Rollout())
+        self._held.append(_Rollout(late=late))
         self._held[-1].start(draw)
 
     def first(self) -> Drawn | None:
         """Waits for the oldest rollout and returns it, or None if nothing is held. Raises the exception of a thread."""
         if self._held and (thread := self._held[0].thread) is not None:
+            if self._held[0].late is not None:
+                self._held[0].late.set()
             thread.join()
         self.check()
         return self._held[0].drawn if self._held else None

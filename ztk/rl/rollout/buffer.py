@@ -24,6 +24,7 @@ class Samples:
     int64 [S].
     prompt_lengths, answer_lengths: int64 [S]. finished: whether the answer ended by itself, bool [S]. logprobs:
     log-probabilities of the answer's tokens when they were sampled, float32 [S, T], 0 elsewhere.
+    late: whether `Requests.late` ended the answer, bool [S], or None if nothing could.
     rewards: float64 [S]. included: whether the sample has a reward, bool [S].
     kept: the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool
     [S, T], or None without an environment. steps: optimizer steps of the weights that drew the token, int64 [S, T], 0 elsewhere, or None if
@@ -43,6 +44,7 @@ class Samples:
     kept: Kept | None = None
     observed: Tensor | None = None
     steps: Tensor | None = None
+    late: Tensor | None = None
     experts: Tensor | None = None
 
     def __len__(self) -> int:

@@ -7,8 +7,10 @@ import base64
 import http.client
 import json
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -20,7 +22,9 @@ from ztk.core.runtime.comm.pulls import address_of
 from ztk.inference import Completion, SamplingParams
 from ztk.inference.sample import cut_of
 
+LATE = "late"  # why an answer ended, besides the engine's reasons
 PROBE_SECONDS = 10.0  # until a server that does not answer a short question counts as gone
+_EVENT = b"data: "
 _PROBES_SECONDS, _SILENT_SECONDS = 5, 30  # between packets to a machine that is silent, and until it counts as gone
 
 
@@ -126,17 +130,45 @@ class Channel:
         """
         connection = self.connect(seconds=seconds) if connection is None else connection
         length = {} if size is None else {"Content-Length": str(size)}
+        with self._replied(connection, method, path, body=body, headers=length) as reply:
+            text = reply.read()
+        return json.loads(text) if text else None
+
+    def events(self, path: str, *, body: bytes, connection: http.client.HTTPConnection) -> Generator[Any]:
+        """Yields the JSON of each event that answers a POST. A generator that is closed ends the request.
+
+        Raises as `request`, Failed for an error between the events, and ConnectionError for a stream without an end.
+        """
+        with self._replied(connection, "POST", path, body=body, headers={}) as reply:
+            for line in reply:
+                if not line.startswith(_EVENT):
+                    continue
+                if (text := line.removeprefix(_EVENT).strip()) == b"[DONE]":
+                    return
+                event = json.loads(text)
+                if "error" in event:
+                    kind = ServerFault if event["error"].get("type") == "invalid_request_error" else Failed
+                    raise kind(f"POST {path} of {connection.host}:{connection.port}: {_message(text)}")
+                yield event
+        raise ConnectionError(f"POST {path} of {connection.host}:{connection.port}: the stream has no end")
+
+    @contextmanager
+    def _replied(
+        self, connection: http.client.HTTPConnection, method: str, path: str, *, body: Any, headers: Mapping[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The reply to a request, whose body is not read yet. Raises as `request`."""
         try:
             connection.connect()
             _end_if_silent(connection.sock)
-            connection.request(method, path, body=body, headers=self._headers | length)
-            reply = connection.getresponse()
-            text = reply.read()
+            connection.request(method, path, body=body, headers=self._headers | dict(headers))
+            with connection.getresponse() as reply:
+                if reply.status == http.client.OK:
+                    yield reply
+                    return
+                text = reply.read()
         finally:
             if connection.sock is not None:
                 connection.close()
-        if reply.status == http.client.OK:
-            return json.loads(text) if text else None
         place = f"{method} {path} of {connection.host}:{connection.port}: {reply.status} {_message(text)}"
         if reply.status in (408, 409, 429):
             raise Later(place)
@@ -168,10 +200,13 @@ class Answer(Completion):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Answers to one prompt. sampling: settings of each answer, which differ in their keys alone."""
+    """Answers to one prompt. sampling: settings of each answer, which differ in their keys alone. late: event after which the request ends
+    as soon as each answer has a token; answers that have not ended by themselves have the reason `LATE`.
+    """
 
     prompt: Sequence[int]
     sampling: Sequence[SamplingParams]
+    late: threading.Event | None = None
 
 
 class ZtkClient:
@@ -217,10 +252,66 @@ class ZtkClient:
 
     def answer(self, given: Draw, *, version: str, connection: http.client.HTTPConnection) -> Reply:
         """Draws with the numbers of the keys. Tokens have the versions that the server names."""
-        reply = self.channel.request("POST", "/v1/completions", body=_body(given), connection=connection)
+        if given.late is None:
+            reply = self.channel.request("POST", "/v1/completions", body=_body(given), connection=connection)
+        else:
+            reply = self._streamed(given, late=given.late, connection=connection)
         cuts = not cut_of(given.sampling[0]).keeps_all
         answers = _answers(reply, count=len(given.sampling), cuts=cuts)
         return Reply(results=answers, versions={version for one in answers for version in one.versions})
+
+    def _streamed(
+        self, given: Draw, *, late: threading.Event, connection: http.client.HTTPConnection
+    ) -> dict[str, list[dict[str, Any]]]:
+        """The reply, or the part of it that has come when the answers are late."""
+        found = [_Streamed() for _ in given.sampling]
+        with closing(self.channel.events("/v1/completions", body=_body(given), connection=connection)) as events:
+            for event in events:
+                for choice in event["choices"]:
+                    found[choice["index"]].add(choice)
+                if late.is_set() and all(one.tokens for one in found):
+                    break
+        return {"choices": [one.choice(index) for index, one in enumerate(found)]}
+
+
+@dataclass(kw_only=True)
+class _Streamed:
+    """An answer of a stream so far. runs: the field `versions` of its tokens. kept: the fields `kept_token_ids`."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    kept_counts: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        """Adds the tokens of an event's choice."""
+        logprobs = choice["logprobs"] or {}
+        self.tokens += choice["token_ids"]
+        self.logprobs += logprobs.get("token_logprobs", [])
+        self.processed += logprobs.get("processed_token_logprobs", [])
+        self.runs += choice.get("versions") or []
+        self.kept.append(logprobs.get("kept_token_ids", ""))
+        self.kept_counts += logprobs.get("kept_counts", [])
+        self.finish_reason = choice["finish_reason"]
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """The choice of a reply without a stream."""
+        kept = base64.b64encode(b"".join(map(base64.b64decode, self.kept))).decode()
+        return {
+            "index": index,
+            "token_ids": self.tokens,
+            "finish_reason": self.finish_reason or LATE,
+            "versions": self.runs,
+            "logprobs": {
+                "token_logprobs": self.logprobs,
+                "processed_token_logprobs": self.processed,
+                "kept_token_ids": kept,
+                "kept_counts": self.kept_counts,
+            },
+        }
 
 
 def _body(given: Draw) -> bytes:
@@ -236,6 +327,7 @@ def _body(given: Draw) -> bytes:
         "stop_token_ids": list(one.stop_token_ids),
         "ignore_eos": True,
         "stop": [],
+        "stream": given.late is not None,
         "logprobs": 0,
         "return_token_ids": True,
         "top_k": one.top_k,

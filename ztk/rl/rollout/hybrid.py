@@ -3,6 +3,7 @@
 Both draw with the same random numbers, so that they draw the same tokens where their log-probabilities have the same bits.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,13 +27,15 @@ class Requests:
     """The samples that this rank generates, S of them. prompts: their tokens. numbers: the samples' in the step over all ranks, int64
     [S].
 
-    prompt_numbers: their prompts' numbers in the run. copies: index among the prompt's samples. int64 [S] each.
+    prompt_numbers: their prompts' numbers in the run. copies: index among the prompt's samples. int64 [S] each. late: event after
+    which servers end each answer that has a token. Other ways to draw ignore it.
     """
 
     prompts: Sequence[Sequence[int]]
     numbers: Tensor
     prompt_numbers: Tensor
     copies: Tensor
+    late: threading.Event | None = None
 
     def keys(self, *, seed: int, step: int) -> Tensor:
         """Returns the key of each sample's random numbers, int64 [S]."""

@@ -1,5 +1,6 @@
 """Draws answers with the servers of `rollout.servers`, in place of the run's own processes."""
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 from ztk.inference import SamplingParams
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.cached import sampling_of, write_answers
-from ztk.rl.rollout.clients import Answer, Channel, Client, Draw
+from ztk.rl.rollout.clients import LATE, Answer, Channel, Client, Draw
 from ztk.rl.rollout.fleet import Fleet, Work
 from ztk.rl.rollout.hybrid import Requests, TurnDraws
 from ztk.rl.rollout.published import Publisher
@@ -78,19 +79,27 @@ class ServedRollouts:
             rows, lengths = limits.nonzero().squeeze(1).tolist(), samples.lengths.tolist()
             prompts = [samples.tokens[row, : lengths[row]].tolist() for row in rows]
             own = [replace(sampling[row], max_tokens=int(limits[row])) for row in rows]
-            answers = self._answers(prompts, sampling=own, oldest=oldest)
+            answers = self._answers(prompts, sampling=own, oldest=oldest, late=requests.late)
             write_answers(answers, samples=samples, rows=rows)
+            if requests.late is not None:
+                _write_late(answers, samples=samples, rows=rows)
             _write_steps(answers, samples=samples, rows=rows, firsts=lengths)
 
         yield TurnDraws(draw=draw, go_on=bool)
 
     def _answers(
-        self, prompts: Sequence[list[int]], *, sampling: Sequence[SamplingParams], oldest: str
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        sampling: Sequence[SamplingParams],
+        oldest: str,
+        late: threading.Event | None,
     ) -> list[Answer]:
         """Ranks that share a model have the same prompts, and one of them asks for all."""
         mesh = self._engine.process.mesh
         asks = mesh.is_alone or mesh.is_leader
-        found = draw_by(self.fleet, prompts=prompts, sampling=sampling, oldest=oldest) if asks else None
+        given = {"sampling": sampling, "oldest": oldest, "late": late}
+        found = draw_by(self.fleet, prompts=prompts, **given) if asks else None
         return found if mesh.is_alone else mesh.gather_objects(found)[mesh.replica]
 
     def close(self) -> None:
@@ -111,9 +120,14 @@ class ServedRollouts:
 
 
 def draw_by(
-    fleet: Fleet, *, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], oldest: str | None = None
+    fleet: Fleet,
+    *,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    oldest: str | None = None,
+    late: threading.Event | None = None,
 ) -> list[Answer]:
-    """One answer to each prompt, in requests of one prompt each. oldest: the same as in `Fleet.compute`."""
+    """One answer to each prompt, in requests of one prompt each. oldest: the same as in `Fleet.compute`. late: event of `Draw`."""
     groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
         groups.setdefault((tuple(prompt), own.max_tokens), []).append(row)
@@ -123,13 +137,23 @@ def draw_by(
         for first in range(0, len(rows), _ROWS)
     ]
     works = [
-        Work(given=Draw(prompt=prompt, sampling=[sampling[row] for row in rows]), size=len(rows), home=prompt[:_AFFINE])
+        Work(
+            given=Draw(prompt=prompt, sampling=[sampling[row] for row in rows], late=late),
+            size=len(rows),
+            home=prompt[:_AFFINE],
+        )
         for prompt, rows in parts
     ]
     found: dict[int, Answer] = {}
     for (_, rows), answers in zip(parts, fleet.compute(works, oldest=oldest), strict=True):
         found |= zip(rows, answers, strict=True)
     return [found[row] for row in range(len(prompts))]
+
+
+def _write_late(answers: Sequence[Answer], *, samples: Samples, rows: Sequence[int]) -> None:
+    if samples.late is None:
+        samples.late = torch.zeros_like(samples.finished)
+    samples.late[rows] = torch.tensor([answer.finish_reason == LATE for answer in answers], dtype=torch.bool)
 
 
 def _write_steps(answers: Sequence[Answer], *, samples: Samples, rows: Sequence[int], firsts: Sequence[int]) -> None:
