@@ -34,7 +34,7 @@ def packs_rollouts(config: Config, *, policy: Engine, reference: Engine | BaseMo
     """
     is_exact = config.rollout.identity == "exact"
     packs = _pack_all(policy, reference, exactly=is_exact)
-    if config.rollout.engine == "generator" and is_exact and not packs and policy.process.mesh.is_alone:
+    if config.rollout.engine == "generator" and is_exact and not packs:
         for engine in _engines(policy, reference):
             use_engine_attention(engine.module)
     return packs

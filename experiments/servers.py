@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from ztk import checkpoint
 from ztk.config import Config
-from ztk.core.policies.rollout import ServerApi, TransferName
+from ztk.core.policies.rollout import RolloutIdentity, ServerApi, TransferName
 from ztk.experiments.ray_servers import RayServers, finder, placed
 from ztk.report import RunFolder
 from ztk.rl.rollout import ServedRollouts
@@ -49,6 +49,7 @@ def open_served(config: Config, *, actor: Engine) -> ServedRollouts:
     assert rollout.servers is not None and rollout.servers_wait is not None, "the configuration is checked"
     run = RunFolder(config.output_dir).path.absolute()
     vocabulary, folder = config.model.vocab_size, run / "served_weights"
+    ranks = config.topology.tensor if rollout.identity is RolloutIdentity.exact else None
     folders = placed(rollout.servers, folder=run / "ray_servers")
     channels = channels_of(
         rollout.servers,
@@ -75,7 +76,7 @@ def open_served(config: Config, *, actor: Engine) -> ServedRollouts:
         open_client=lambda channel, parameters: (
             VllmClient(channel, vocabulary=vocabulary)
             if rollout.servers_api is ServerApi.vllm
-            else ZtkClient(channel, parameters=parameters)
+            else ZtkClient(channel, parameters=parameters, ranks=ranks)
         ),
         publisher=publisher,
         patience_seconds=rollout.servers_wait,

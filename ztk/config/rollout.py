@@ -103,10 +103,10 @@ def _inexact_generator(config: Config, *, machine: Machine) -> Iterator[_Inexact
     """Yields reasons of the inference engine, which has the bits of the native decoder in fp32 on a CPU."""
     engine, fix, tensor = "rollout.engine=generator", "rollout.engine=trainer", config.rollout.tensor or 1
     reasons = []
-    if config.rollout.servers and (cut := cut_degrees(config.topology)):
-        degree, value = next(iter(cut.items()))
-        reason = "sums over parts of a layer round in another way than a server's"
-        yield _Inexact(f"topology.{degree}={value}", reason, "topology=dp", is_generators=True)
+    if config.rollout.servers and (cut := cut_degrees(config.topology)) and cut.keys() != {"tensor"}:
+        key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
+        reason = "servers divide their model by topology.tensor alone"
+        yield _Inexact(key, reason, "topology=tp2 with servers of topology.tensor=2", is_generators=True)
     if device_of(config, machine=machine) != "cpu":
         reasons.append("on a GPU attention over the cache adds in another order than the trainer's")
     if is_hugging_face(config.model):

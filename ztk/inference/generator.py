@@ -352,6 +352,11 @@ class Generator:
             return taken
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks that divide the model."""
+        return 1 if self._ranks is None else self._ranks.comm.size
+
+    @property
     def version(self) -> str | None:
         """The version of the weights that `switch` took last, or None."""
         return self._stepper.version

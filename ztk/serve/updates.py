@@ -43,9 +43,10 @@ class WeightRoutes:
         self._in_thread, self._turn, self._on_update = in_thread, asyncio.Lock(), OnUpdate.finish
 
     async def state(self, request: Request) -> Response:
-        """The version, and the parameters that a version has."""
+        """The version, the parameters that a version has, and the ranks that divide the model."""
         shapes = {name: list(own.shape) for name, own in self._incoming.expected.parameters.items()}
-        return JSONResponse({"version": self._generator.version, "parameters": shapes})
+        found = {"version": self._generator.version, "parameters": shapes, "ranks": self._generator.ranks}
+        return JSONResponse(found)
 
     async def begin(self, request: Request) -> Response:
         """Begins a version, or takes one whose files lie in a folder or whose tensors another process offers."""

@@ -401,9 +401,15 @@ def test_what_servers_cannot_do_is_refused(tmp_path):
         "[a:8000]: must be addresses such as",
         "use rollout.servers_transfer=gloo",
         "use rollout.staleness=0, or",
-        "another way than a server's, so rollout.identity=exact cannot be promised",
+        "rollout.staleness=1: answers are drawn with weights of earlier rollouts, so rollout.identity=exact cannot be promised",
     ):
         assert words in str(refused.value)
+    exact = ("rollout.servers=[http://a:8000]", "rollout.identity=exact", "rollout.servers_transfer=gloo")
+    with pytest.raises(
+        ConfigError,
+        match="topology.pipeline=2: servers divide .* use .* topology=tp2 with servers of topology.tensor=2",
+    ):
+        compose(*given, *exact, "topology=pp2", output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     with pytest.raises(ConfigError, match="Ray starts task=serve; name the addresses"):
         placed = ("rollout.servers=[ray,http://a:8000]", "rollout.servers_api=vllm")
         compose(*given, *placed, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))

@@ -210,13 +210,15 @@ class Draw:
 
 
 class ZtkClient:
-    """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have."""
+    """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have. ranks: number of ranks
+    that must divide the model, for equal bits, or None for any.
+    """
 
-    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]]) -> None:
-        self.channel, self._parameters, self.sent_bytes = channel, parameters, 0
+    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]], ranks: int | None = None) -> None:
+        self.channel, self._parameters, self._ranks, self.sent_bytes = channel, parameters, ranks, 0
 
     def look(self) -> str | None:
-        """Returns the version of the weights. Raises ServerFault if the model is another one."""
+        """Returns the version of the weights. Raises ServerFault if the model is another one, or divided over another number of ranks."""
         state = self.channel.request("GET", "/v1/weights", seconds=PROBE_SECONDS)
         theirs = {name: tuple(shape) for name, shape in state["parameters"].items()}
         own = {name: tuple(shape) for name, shape in self._parameters.items()}
@@ -226,6 +228,11 @@ class ZtkClient:
                     f"rollout.servers: {self.channel.url} has another model: {name} is {theirs.get(name)} there and {own.get(name)} here; "
                     "start it with inference.model of this run's shape"
                 )
+        if self._ranks is not None and state["ranks"] != self._ranks:
+            raise ServerFault(
+                f"rollout.servers: {self.channel.url} divides its model over {state['ranks']} ranks and this run over {self._ranks}, so sums "
+                f"round in another way; start it with topology.tensor={self._ranks}, or use rollout.identity=corrected"
+            )
         return state["version"]
 
     def send(self, *, version: str, weights: Weights) -> None:
