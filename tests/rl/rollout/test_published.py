@@ -1,5 +1,6 @@
 """Weights that real processes pull over gloo, from a trainer with any layout into a server with another: exact bytes, and none too large."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.parallel.topology.runs import CONFIG, Strategy, arranged, make_engine
+from tests.zero.models import Layout
+from tests.zero.models import make_engine as make_bf16_engine
+from tests.zero.test_device_tagged import on_gpu
 from ztk.core.runtime import Process, Topology
 from ztk.core.runtime.comm.pulls import CHUNK_BYTES, address_of
 from ztk.inference import Generator, InferencePolicy, SamplingParams
@@ -136,6 +140,32 @@ def test_a_head_that_is_the_embedding_is_pulled_once(ranks, tmp_path, layout):
     nbytes, is_equal = ranks(2).run(draw, addresses=addresses, weights="stored", config=config)[0]
     ranks(world).run(end)
     assert is_equal and nbytes == needed(model_of(seed=3, config=config), ranks=2)
+
+
+def offered_values(process: Process, *, folder: Path, is_gpu: bool) -> list:
+    """What a rank at stage 3 offers: names, boxes and values, which are read after the engine has stepped on."""
+    with on_gpu(process) if is_gpu else nullcontext((process, None)) as (own, _):
+        engine = make_bf16_engine(own, layout=Layout(stage=3, offload="none"), dtype="bf16", accumulation_steps=1)
+        opens = partial(safe_open, framework="pt")
+        shards = Shards(engine, folder=folder, save=save_file, opens=opens, channels=[], timeout_seconds=60)
+        shards.publish("v1")
+        for shard in engine.zero.state.parameters():
+            assert shard.value.device == own.device
+            shard.value.zero_()
+        values = [(one, one.read()) for one in shards.offer.held]
+        found = [(one.name, one.box, one.dtype, value.device.type, value.flatten().tolist()) for one, value in values]
+        shards.close()
+        engine.close()
+    return found
+
+
+def test_values_of_a_gpu_are_offered_from_main_memory(ranks, tmp_path):
+    by_gpu, by_cpu = (
+        ranks(2).run(offered_values, folder=tmp_path / name, is_gpu=name == "gpu") for name in ("gpu", "cpu")
+    )
+    assert by_gpu == by_cpu
+    assert all(device == "cpu" for rank in by_gpu for *_, device, _ in rank)
+    assert all(sum(any(values) for *_, values in rank) > len(rank) / 2 for rank in by_gpu)  # as before they became 0
 
 
 @pytest.mark.parametrize("weights", ["stored", "int8"])
