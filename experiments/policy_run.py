@@ -273,7 +273,11 @@ class Savers:
             self._others = [
                 self._stack.enter_context(
                     checkpoint.Saver(
-                        engine, folder=self.folder.parent / name, retention=spare, trained_only=trained_only
+                        engine,
+                        folder=self.folder.parent / name,
+                        retention=spare,
+                        trained_only=trained_only,
+                        local=bool(config.checkpoint.local),
                     )
                 )
                 for name, engine in others_of(run).items()
@@ -285,6 +289,7 @@ class Savers:
                     folder=self.folder,
                     retention=retention,
                     trained_only=trained_only,
+                    local=bool(config.checkpoint.local),
                     record=to_yaml(config),
                 )
             )
@@ -317,7 +322,8 @@ def resume(run: Run) -> dict[str, Any]:
     if loaded is None:
         return {}
     for name, engine in others_of(run).items():
-        checkpoint.load(engine, path=loaded.path.parent.parent / name / loaded.path.name)
+        path = loaded.path.parent.parent / name / loaded.path.name
+        checkpoint.load(engine, path=path, local=bool(run.config.checkpoint.local))
     run.load_state_dict(loaded.data_state)
     if run.process.rank == 0:
         print(f"continues after step {loaded.step} from {loaded.path}, saved by {loaded.saved_world_size} ranks")

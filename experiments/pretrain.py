@@ -200,11 +200,14 @@ def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None
     goes_back = given is not None and Path(given).is_relative_to(own.path)
     if not goes_back and (config.checkpoint.resume is not None or config.launch.elastic):
         loaded = checkpoint.load_newest(
-            engine, folder=own.checkpoints, check_older=lambda step: check_resumed(config, given=str(step))
+            engine,
+            folder=own.checkpoints,
+            check_older=lambda step: check_resumed(config, given=str(step)),
+            local=bool(config.checkpoint.local),
         )
         if loaded is not None:
             return loaded
-    return None if given is None else checkpoint.load(engine, path=given)
+    return None if given is None else checkpoint.load(engine, path=given, local=bool(config.checkpoint.local))
 
 
 def train_step(config: Config, step: int, *, engine: Engine, stream: Stream) -> Tensor:
@@ -379,6 +382,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
         ),
         asynchronous=bool(config.checkpoint.asynchronous),
         trained_only=policies.trained_only(config),
+        local=bool(config.checkpoint.local),
         timeout_seconds=config.launch.save_seconds or config.launch.timeout_seconds,
         record=to_yaml(config),
     )

@@ -174,11 +174,13 @@ class FrozenReference(Reference):
         self.engine: Engine = build_frozen(config, process=process, first_values=first_values)
         saves = config.checkpoint.saves and not self._is_saved_elsewhere
         self._folder = RunFolder(config.output_dir).path / FOLDER if saves else None
+        self._local = bool(config.checkpoint.local)
 
     def begin(self) -> None:
         """Writes the checkpoint, if the run writes any."""
         if self._folder is not None:
-            with checkpoint.Saver(self.engine, folder=self._folder, retention=checkpoint.Retention(keep=1)) as saver:
+            retention = checkpoint.Retention(keep=1)
+            with checkpoint.Saver(self.engine, folder=self._folder, retention=retention, local=self._local) as saver:
                 saver.save()
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
@@ -186,7 +188,7 @@ class FrozenReference(Reference):
         if self._is_saved_elsewhere:
             return
         source = loaded.path.parent.parent / FOLDER
-        checkpoint.load(self.engine, path=source)
+        checkpoint.load(self.engine, path=source, local=self._local)
         if self._folder is not None and self._folder.resolve() != source.resolve():
             self.begin()
 

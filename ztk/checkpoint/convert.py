@@ -61,7 +61,9 @@ def import_checkpoint(
     if len(set(plan.places.values())) != len(plan.places):
         raise CheckpointError(f"{path}: after renaming, several tensors have the same name")
     to, token = Path(to), secrets.token_hex(4)
-    temporary = folders.prepare(to, step=source.step, token=token)
+    number = folders.free_number(to, step=source.step)
+    temporary = folders.temporary_of(to, step=source.step, number=number, token=token)
+    folders.prepare(temporary)
     try:
         manifest = _write(source, temporary=temporary, plan=plan)
         folders.write_file(temporary / MANIFEST, data=encode_manifest(manifest))

@@ -10,9 +10,11 @@ because a folder cannot be replaced atomically; then the older one is removed.
 """
 
 import os
+import platform
 import re
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ztk.checkpoint.errors import CheckpointError
@@ -131,33 +133,45 @@ def _looks_complete(path: Path) -> bool:
         return _is_of_deepspeed(path) or any(map(_looks_complete, checkpoints(path)))
     try:
         manifest = read_manifest(path)
-        return all((path / file.file).stat().st_size == file.nbytes for file in manifest.files)
+        return all(
+            manifest.host_of(number) not in (None, platform.node()) or (path / file.file).stat().st_size == file.nbytes
+            for number, file in enumerate(manifest.files)
+        )
     except (CheckpointError, OSError):
         return False
 
 
-def prepare(folder: Path, *, step: int, token: str) -> Path:
+def prepare(temporary: Path) -> None:
     """Removes the leftovers of killed saves and creates the temporary folder of this save. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for child in folder.iterdir():
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for child in temporary.parent.iterdir():
         if _LEFTOVER.fullmatch(child.name):
             shutil.rmtree(child) if child.is_dir() else child.unlink()
-    temporary = folder / f"{_free_name(folder, step=step)}.tmp-{token}"
     temporary.mkdir()
-    return temporary
 
 
-def _free_name(folder: Path, *, step: int) -> str:
-    name, number = f"step-{step:06d}", 1
-    while (folder / name).exists():
-        number += 1
-        name = f"step-{step:06d}.{number}"
-    return name
+def free_number(folder: Path, *, step: int) -> int:
+    """Returns the number of the next save of `step`. 1: the folder has none."""
+    return next(number for number in count(1) if not os.path.exists(folder / _name_of(step, number=number)))
+
+
+def temporary_of(folder: Path, *, step: int, number: int, token: str) -> Path:
+    """Returns the folder in which save `number` of `step` is written."""
+    return folder / f"{_name_of(step, number=number)}.tmp-{token}"
+
+
+def final_of(temporary: Path) -> Path:
+    """Returns the folder of the complete checkpoint."""
+    return temporary.with_name(temporary.name.rpartition(".tmp-")[0])
+
+
+def _name_of(step: int, *, number: int) -> str:
+    return f"step-{step:06d}" if number == 1 else f"step-{step:06d}.{number}"
 
 
 def commit(temporary: Path) -> Path:
     """Makes a folder with synced files the latest checkpoint. See [Note: Commit]. Raises OSError."""
-    final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
+    final = final_of(temporary)
     sync_folder(temporary)
     os.rename(temporary, final)
     sync_folder(final.parent)
@@ -204,6 +218,16 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
     for path in removed:
         discard(path, token=token)
     return removed
+
+
+def withdraw(path: Path, *, token: str) -> None:
+    """Removes a committed checkpoint, and lets `latest` name the newest of the others. Raises OSError."""
+    others = [other for other in checkpoints(path.parent) if other != path]
+    if others:
+        _point_to(others[-1], token=token)
+    else:
+        (path.parent / LATEST).unlink(missing_ok=True)
+    discard(path, token=token)
 
 
 def discard(path: Path, *, token: str) -> None:

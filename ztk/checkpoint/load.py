@@ -1,12 +1,15 @@
 """Loads a checkpoint into an engine of any layout.
 
 Phases: rank 0 chooses the checkpoint and reads its manifest, all ranks check that it fits, rank 0 sends each rank the entries of the ranges
-that it reads, each reads its own slices, they agree, and they broadcast replicated parameters.
+that it reads, each reads its own slices, they agree, and they broadcast replicated parameters. If every node has its own folder, nodes send
+each other the entries that they lack before ([Note: Own folders]).
 """
 
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,14 @@ from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, agreed
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import LATEST, checkpoints, open_manifest, resolve
 from ztk.checkpoint.groups import check_second_moments
-from ztk.checkpoint.manifest import BUFFER, Manifest
+from ztk.checkpoint.manifest import BUFFER, Manifest, manifest_hash
 from ztk.checkpoint.model import ModelInfo, persistent_buffers, restore_control
+from ztk.checkpoint.nodes import Holders, Nodes, borrowed_files
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.shares import ranges_of, shares_of, with_entries, without_entries
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
+from ztk.core.policies.machine import place_of
 from ztk.core.runtime.part import Part
 from ztk.optim.states import FROZEN, MASTER
 from ztk.train.engine import Engine
@@ -62,6 +67,7 @@ def load(
     weights_only: bool = False,
     only: Sequence[str] | None = None,
     strict: bool = True,
+    local: bool = False,
 ) -> LoadReport:
     """Sets the engine's state from a checkpoint saved under any stage, tier, precision, bucket size and number of ranks.
 
@@ -76,19 +82,26 @@ def load(
     weights_only=True.
     strict: with False, sets the names that both sides have; see `kept` and `unused` in the report. Shapes must always be equal. Needs
     weights_only=True.
+    local: every node has its own folder, at its own `path`, of a run that saved with local=True.
 
     Raises:
         CheckpointError: a ValueError, the same on all ranks, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), or one
             of another program, model or optimizer. If the error came after some state was set, load another checkpoint before training.
     """
     comm, options = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
-    manifest = None
+    everything, chosen = None, None
     with agreed(comm, error=CheckpointError):
         if comm.rank == 0:
-            manifest = open_manifest(resolve(path))
-    everything = manifest
-    head = comm.broadcast_object(None if manifest is None else without_entries(manifest), label="manifest")
-    folder = Path(head.path)
+            step = resolve(path)
+            everything = open_manifest(step)
+            save = (manifest_hash(step) if local else "", secrets.token_hex(4))
+            chosen = (without_entries(everything), os.path.relpath(step, path), *save)
+    head, place, digest, token = comm.broadcast_object(chosen, label="manifest")
+    nodes = holders = None
+    if local:
+        head = replace(head, path=os.path.normpath(Path(path, place)))
+        nodes = Nodes.of(comm, Path(head.path).parent, error=CheckpointError)
+        holders = Holders.find(Path(head.path), manifest=head, digest=digest, nodes=nodes, comm=comm)
     info = ModelInfo.gather(engine)
     with agreed(comm, error=CheckpointError):
         head = with_buffers_of(info, manifest=head)
@@ -99,16 +112,18 @@ def load(
         check_fits(head, state_names=names, info=info, options=options, matched=matched)
         if not weights_only:
             check_second_moments(engine, manifest=head)
-    wanted = comm.collect_objects(ranges_of(engine, manifest=head), label="ranges of a load")
+    wanted = comm.collect_objects(ranges_of(engine, manifest=head, info=info), label="ranges of a load")
     shares = None if wanted is None or everything is None else shares_of(everything, wanted=wanted)
     manifest = with_entries(head, entries=comm.distribute_objects(shares, label="files of a load"))
-    with agreed(comm, error=CheckpointError):
-        reader = StateReader(manifest)
-        if everything is not None:
-            with StateReader(everything) as whole:
-                whole.check_files()
-                check_ties(everything, info=info, reader=whole)
-    with reader:
+    borrowed = nullcontext({})
+    if nodes is not None and holders is not None:
+        borrowed = borrowed_files(manifest, holders=holders, nodes=nodes, comm=comm, token=token)
+    with borrowed as copies, StateReader(manifest, copies=copies) as reader:
+        with agreed(comm, error=CheckpointError):
+            if comm.rank == 0:
+                if holders is None:
+                    reader.check_files()
+                check_ties(manifest, info=info, reader=reader)
         same_world = manifest.world_size == comm.size
         with agreed(comm, error=CheckpointError):
             source = _state_source(reader, parts=engine.zero.parts, weights_only=weights_only)
@@ -123,7 +138,7 @@ def load(
             if rng is not None:
                 restore_rng(rng, device=engine.process.device)
     return LoadReport(
-        path=folder,
+        path=Path(manifest.path),
         step=manifest.step,
         data_state=manifest.data,
         extra=manifest.extra,
@@ -140,7 +155,11 @@ def load(
 
 
 def load_newest(
-    engine: Engine, *, folder: str | os.PathLike, check_older: Callable[[Path], None] | None = None
+    engine: Engine,
+    *,
+    folder: str | os.PathLike,
+    check_older: Callable[[Path], None] | None = None,
+    local: bool = False,
 ) -> LoadReport | None:
     """Sets the engine's state from the latest checkpoint of `folder`. Returns None if there never was one. A collective call.
 
@@ -149,14 +168,22 @@ def load_newest(
 
     check_older: called on every rank with a checkpoint that would be loaded in place of a damaged one; raises ValueError if the run must
         not continue from it.
+    local: every node has its own `folder`. A checkpoint of rank 0's folder that other nodes lack counts as damaged.
 
     Raises:
         CheckpointError: all checkpoints are damaged, `check_older` refuses one, or the error would be the same for an older checkpoint,
             such as another model.
     """
     comm = engine.process.comm
-    found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
-    for path in found:
+    listed = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 or local else ([], []))
+    found, faults = listed[0]
+    if not found and (others := [rank for rank, (theirs, _) in enumerate(listed) if theirs]):
+        raise CheckpointError(
+            f"{folder}: {place_of(others[0])} has {listed[others[0]][0][0]}, and {place_of(0)} has no checkpoint; bring back the folder there, "
+            "or move the others away to start again"
+        )
+    for name in found:
+        path = Path(folder, name)
         if faults and check_older is not None:
             try:
                 check_older(path)
@@ -165,7 +192,7 @@ def load_newest(
                     f"{path} is the newest complete checkpoint, because {'; '.join(faults)}; the run does not continue from it: {error}"
                 ) from error
         try:
-            report = load(engine, path=path)
+            report = load(engine, path=path, local=local)
         except DamagedCheckpoint as error:
             faults.append(str(error))
             continue
@@ -179,16 +206,16 @@ def load_newest(
     return None
 
 
-def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns (checkpoints, the one in `latest` first and then newest to oldest; faults of `latest`)."""
+def _candidates(folder: Path) -> tuple[list[str], list[str]]:
+    """Returns (checkpoints in `folder`, the one in `latest` first and then newest to oldest; faults of `latest`)."""
     newest_first = checkpoints(folder)[::-1]
     if not newest_first and not (folder / LATEST).exists():
         return [], []
     try:
         latest = resolve(folder)
     except CheckpointError as error:
-        return newest_first, [str(error)]
-    return [latest, *(path for path in newest_first if path != latest)], []
+        return [path.name for path in newest_first], [str(error)]
+    return [os.path.relpath(path, folder) for path in (latest, *(path for path in newest_first if path != latest))], []
 
 
 def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:

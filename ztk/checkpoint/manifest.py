@@ -108,6 +108,11 @@ class Manifest:
     def num_parameters(self) -> int:
         return sum(prod(info.shape) for info in self.parameters)
 
+    def host_of(self, number: int) -> str | None:
+        """Returns the host that has file `number` in a folder of its own, or None for a checkpoint in one shared folder."""
+        hosts = self.layout.get("hosts")
+        return hosts[number] if isinstance(hosts, list) and number < len(hosts) else None
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Returns the file's bytes. Every byte is covered by the hash or has a fixed value."""
@@ -148,6 +153,17 @@ def read_manifest(folder: Path) -> Manifest:
         return _decode(content, path=str(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path} lacks a key or has one that this version does not know: {error}") from error
+
+
+def manifest_hash(folder: Path) -> str:
+    """Returns the hash in the manifest of a step folder, without a check of its content, or "" if there is none. It names the save: nodes
+    with folders of their own have the same manifest.
+    """
+    try:
+        with open(folder / MANIFEST, "rb") as file:
+            return file.read(len(_PREFIX) + 64)[len(_PREFIX) :].decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _decode(content: dict[str, Any], *, path: str) -> Manifest:

@@ -6,6 +6,7 @@ Values keep their saved dtype; generator states are uint8.
 import os
 import zlib
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,8 +30,9 @@ class StateReader:
     elements.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest, self._folder = manifest, Path(manifest.path)
+    def __init__(self, manifest: Manifest, *, copies: Mapping[str, Path] | None = None) -> None:
+        """copies: name of a file -> the file to read in its place; see `borrowed_files`."""
+        self._manifest, self._folder, self._copies = manifest, Path(manifest.path), copies or {}
         self._entries: dict[tuple[str, str], list[tuple[Entry, StateFile]]] = defaultdict(list)
         for file in manifest.files:
             for entry in file.entries:
@@ -215,11 +217,13 @@ class StateReader:
         if file.file in self._files:
             self._files.move_to_end(file.file)
             return self._files[file.file]
-        path = self._folder / file.file
+        path = self._copies.get(file.file, self._folder / file.file)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise self._damaged(file, text="is missing") from None
+            host = self._manifest.host_of(next(n for n, each in enumerate(self._manifest.files) if each is file))
+            kept = f": {host} kept it (checkpoint.local=true), so copy the files of that node's folder into this one"
+            raise self._damaged(file, text=f"is missing{kept if host else ''}") from None
         except OSError as error:
             raise self._damaged(file, text=f"cannot be opened: {error.strerror}") from error
         self._files[file.file] = fd

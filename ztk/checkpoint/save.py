@@ -1,7 +1,8 @@
 """Saves checkpoints.
 
 Phases: agree on a temporary folder, write this rank's slices, agree, commit on rank 0, agree. An asynchronous save only copies the slices
-to main memory before training continues; the rest runs on one thread per rank, which communicates over its own connections.
+to main memory before training continues; the rest runs on one thread per rank, which communicates over its own connections. If every node
+has its own folder, the first rank of each node does rank 0's part there ([Note: Own folders]).
 """
 
 import contextlib
@@ -27,8 +28,9 @@ from ztk.checkpoint.bits import BLOCK_BYTES
 from ztk.checkpoint.errors import SaveFailed, agreed
 from ztk.checkpoint.folder import Retention
 from ztk.checkpoint.groups import gather_groups
-from ztk.checkpoint.manifest import MANIFEST, Manifest, StateFile, encode_manifest
+from ztk.checkpoint.manifest import MANIFEST, Manifest, encode_manifest
 from ztk.checkpoint.model import ModelInfo, control_values
+from ztk.checkpoint.nodes import Nodes, check_own, spread_file
 from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file, open_file
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.torch_optimizer import gather_missed, gather_progress
@@ -116,6 +118,7 @@ class _Job:
     writer: TensorFileWriter
     started: float
     stall_seconds: float = 0.0
+    is_committed: bool = False  # in this node's own folder
     read: threading.Event | None = (
         None  # set once the state has been read; training waits for it before it changes the state
     )
@@ -131,6 +134,7 @@ class Saver:
     engine's ledger. Optimizer states on NVMe are not copied: they are read and written during the next forward and backward, and the next
     update waits for the reads.
     trained_only: omits frozen parameters, for example with an adapter. A load then keeps the model's own.
+    local: every node has its own folder, which gets the files of the node's ranks; see [Note: Own folders].
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Saver:
         retention: Retention | None = None,
         asynchronous: bool = False,
         trained_only: bool = False,
+        local: bool = False,
         timeout_seconds: float = 600.0,
         record: str | None = None,
     ) -> None:
@@ -152,8 +157,10 @@ class Saver:
         self._process = process = engine.process
         self._trained_only, self._timeout_seconds = trained_only, timeout_seconds
         self._record = record
+        self._local = local
+        self._nodes: Nodes | None = None  # if `local`, from the first save on
         self._staging = Staging()
-        self._lock: WriterLock | None = None  # on rank 0, from the first save to `close`
+        self._lock: WriterLock | None = None  # on rank 0, or the first rank of a node, from the first save to `close`
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None  # running on the thread
         self._outcome: SaveReport | Exception | None = None
@@ -297,7 +304,7 @@ class Saver:
         }
 
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
-        """Opens an empty file per rank in one temporary folder."""
+        """Opens an empty file per rank in one temporary folder, or in that of its node."""
         comm, rank = self._process.comm, self._process.rank
         info = ModelInfo.gather(self._engine)
         listed = [own for own in info.parameters if own.trainable or not self._trained_only]
@@ -311,21 +318,43 @@ class Saver:
             "torch_optimizer": gather_progress(self._engine),
             "missed_updates": gather_missed(self._engine),
         }
-        token, temporary, writer = secrets.token_hex(4), None, None
+        step, temporary, writer = draft["step"], None, None
+        number = folders.free_number(self._folder, step=step) if self._keeps or self._local else 1
+        offers = comm.gather_objects((secrets.token_hex(4), self._folder, number))
+        (token, folder, _), number = offers[0], max(number for _, _, number in offers)
         try:
+            if self._local:
+                draft["layout"]["hosts"] = self._find_nodes(token=token).hosts
+                folder = self._folder
+            temporary = folders.temporary_of(folder, step=step, number=number, token=token)
             with agreed(comm, error=SaveFailed):
-                if rank == 0:
-                    self._lock = self._lock or WriterLock(self._folder)
-                    temporary = folders.prepare(self._folder, step=draft["step"], token=token)
-            token, temporary = comm.gather_objects((token, temporary))[0]
+                if self._keeps:
+                    self._lock = self._lock or WriterLock(folder)
+                    folders.prepare(temporary)
+                    if self._record is not None:
+                        folders.write_file(temporary / OWN_RECORD, data=self._record.encode())
             with agreed(comm, error=SaveFailed):
                 source = ShardSource(self._engine, buffers=info.own_buffers, trained_only=self._trained_only)
                 writer = open_file(temporary, rank=rank, specs=source.specs)
         except SaveFailed as error:
             if writer is not None:
                 writer.close()
-            raise self._failed(error, step=draft["step"], temporary=temporary, comm=comm) from error
+            raise self._failed(error, step=step, temporary=temporary, comm=comm) from error
         return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether this rank makes, commits and prunes a folder."""
+        return self._process.rank == 0 if self._nodes is None else self._nodes.is_first
+
+    def _find_nodes(self, *, token: str) -> Nodes:
+        """Finds the ranks that share a folder, once. A collective call. token: the same on all ranks."""
+        if self._nodes is None:
+            comm = self._process.comm
+            nodes = Nodes.of(comm, self._folder, error=SaveFailed)
+            check_own(self._folder, nodes=nodes, comm=comm, token=token, error=SaveFailed)
+            self._nodes = nodes
+        return self._nodes
 
     def _stage(self, job: _Job) -> None:
         """Secures the state, so that the engine may change it: copies it to main memory, or makes the engine wait for the reads."""
@@ -388,13 +417,26 @@ class Saver:
             files = comm.collect_objects(own, label="files of a save")  # 1 GB of 405B on 1,024 ranks: not to every rank
             with agreed(comm, error=SaveFailed):
                 if files is not None:
-                    self._commit(job, files=files)
+                    folders.write_file(
+                        job.temporary / MANIFEST, data=encode_manifest(Manifest(**job.draft, files=files))
+                    )
+                    if self._nodes is None:
+                        folders.commit(job.temporary)
+            if self._nodes is not None:
+                spread_file(job.temporary / MANIFEST, nodes=self._nodes, comm=comm, error=SaveFailed)
+                with agreed(comm, error=SaveFailed):
+                    if self._keeps:
+                        folders.commit(job.temporary)
+                        job.is_committed = True
             sizes = comm.gather_numbers([job.writer.nbytes], label="bytes of files", dtype=torch.int64)
         except SaveFailed as error:
+            if job.is_committed:  # and not on another node
+                with contextlib.suppress(OSError):
+                    folders.withdraw(folders.final_of(job.temporary), token=job.token)
             raise self._failed(error, step=job.draft["step"], temporary=job.temporary, comm=comm) from error
         finally:
             job.writer.close()
-        path = job.temporary.with_name(job.temporary.name.rpartition(".tmp-")[0])
+        path = folders.final_of(job.temporary)
         removed = self._prune(path, job=job, comm=comm)
         seconds = time.perf_counter() - job.started
         return SaveReport(
@@ -407,18 +449,11 @@ class Saver:
             removed=removed,
         )
 
-    def _commit(self, job: _Job, *, files: list[StateFile]) -> None:
-        manifest = Manifest(**job.draft, files=files)
-        if self._record is not None:
-            folders.write_file(job.temporary / OWN_RECORD, data=self._record.encode())
-        folders.write_file(job.temporary / MANIFEST, data=encode_manifest(manifest))
-        folders.commit(job.temporary)
-
     def _prune(self, path: Path, *, job: _Job, comm: Comm) -> tuple[Path, ...]:
         removed: list[Path] = []
         try:
             with agreed(comm, error=SaveFailed):
-                if comm.rank == 0:
+                if self._keeps:
                     removed = folders.prune(path, retention=self._retention, token=job.token)
         except SaveFailed as error:
             raise SaveFailed(f"{path} is saved, but older checkpoints could not be removed: {error}") from error
@@ -426,7 +461,7 @@ class Saver:
 
     def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None, comm: Comm) -> SaveFailed:
         """Removes the partial checkpoint. Returns the error, extended by the usable checkpoints. A collective call."""
-        if comm.rank == 0 and temporary is not None and temporary.exists():
+        if self._keeps and temporary is not None and temporary.exists():
             with contextlib.suppress(OSError):  # the next save tries again, and the original error is more useful
                 folders.discard(temporary, token="")
         self._unlock()  # an open folder prevents a full disk from being unmounted
@@ -456,10 +491,11 @@ def save(
     keep_every: int = 0,
     keep_best: bool = False,
     trained_only: bool = False,
+    local: bool = False,
 ) -> SaveReport:
     """Saves once, synchronously: `folder/step-000123/` and `folder/latest`. See `Saver` and `Retention`. A collective call."""
     retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best)
-    with Saver(engine, folder=folder, retention=retention, trained_only=trained_only) as saver:
+    with Saver(engine, folder=folder, retention=retention, trained_only=trained_only, local=local) as saver:
         report = saver.save(data_state=data_state, extra=extra, metric=metric)
     assert report is not None, "a synchronous save reports"
     return report

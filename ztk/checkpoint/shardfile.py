@@ -155,7 +155,8 @@ def open_file(folder: Path, *, rank: int, specs: list[TensorSpec]) -> TensorFile
     if not folder.is_dir():
         raise OSError(
             None,
-            "rank 0 created this folder, but it does not exist on this rank; all machines must share the filesystem",
+            "rank 0 created this folder, but it does not exist on this rank; all machines must share the filesystem, or keep checkpoints "
+            "in a folder each (checkpoint.local=true)",
             str(folder),
         )
     return TensorFileWriter(folder / file_name(rank), specs=specs, metadata={"format": "pt", "rank": str(rank)})

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 
 from ztk.checkpoint.manifest import OPTIMIZER, RNG, Entry, Manifest
-from ztk.checkpoint.model import persistent_buffers
+from ztk.checkpoint.model import ModelInfo, persistent_buffers
 from ztk.core.runtime.boxes import Box, boxes_of
 from ztk.core.runtime.part import Part
 from ztk.train.engine import Engine
@@ -30,8 +31,8 @@ def with_entries(manifest: Manifest, *, entries: Entries) -> Manifest:
     return replace(manifest, files=files)
 
 
-def ranges_of(engine: Engine, *, manifest: Manifest) -> Ranges:
-    """Returns the ranges that this rank reads, under the checkpoint's names. A range may have gaps."""
+def ranges_of(engine: Engine, *, manifest: Manifest, info: ModelInfo) -> Ranges:
+    """Returns the ranges that this rank reads, under the checkpoint's names. A range may have gaps. Rank 0 also compares tied parameters."""
     found: Ranges = {}
 
     def add(name: str, start: int, stop: int) -> None:
@@ -43,6 +44,11 @@ def ranges_of(engine: Engine, *, manifest: Manifest) -> Ranges:
             add(manifest.tied.get(name, name), *_span(part, start=start, stop=stop))
     for name, buffer in persistent_buffers(engine.module):
         add(manifest.tied.get(name, name), 0, max(1, buffer.numel()))
+    shapes = {saved.name: saved.shape for saved in manifest.parameters} if engine.process.rank == 0 else {}
+    for pair in info.tied.items():
+        if all(name in shapes for name in pair):
+            for name in pair:
+                add(manifest.tied.get(name, name), 0, prod(shapes[name]))
     return found
 
 

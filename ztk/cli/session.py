@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 import yaml
@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ztk
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
-from ztk.cli.folders import FolderRefused, settle_folder
+from ztk.cli.folders import FolderRefused, clear, settle_folder
 from ztk.cli.help import requested_help
 from ztk.cli.interrupted import sweep_line, way_on
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
@@ -66,6 +66,7 @@ from ztk.core.launch.signals import raise_noted
 from ztk.core.launch.slurm import SlurmJob
 from ztk.core.policies.ending import ENDING
 from ztk.core.policies.launch import Starter, start_seconds
+from ztk.core.policies.records import newest_checkpoint
 from ztk.core.policies.runs import AUTO
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.owner import FolderBusy, RunOwner, token_of
@@ -586,7 +587,16 @@ class Session:
             rank=self._external.rank,
             world=self._external.world_size,
             timeout=datetime.timedelta(seconds=seconds),
-            text=json.dumps({"config": text, "refused": refused, "is_done": is_done, "token": token}),
+            text=json.dumps(
+                {
+                    "config": text,
+                    "refused": refused,
+                    "is_done": is_done,
+                    "token": token,
+                    "continues": config is not None and newest_checkpoint(config.output_dir) is not None,
+                    "overwrites": config is not None and config.overwrites,
+                }
+            ),
         )
 
     def _be_rank(self, config: Config, *, owner: RunOwner | None = None, is_done: bool = False) -> Status:
@@ -595,7 +605,7 @@ class Session:
         owner: owns the run folder on rank 0; None on the other ranks.
 
         Raises:
-            ConfigError: rank 0 refused the run, or a rank does not see the run folder, where checkpoints need it.
+            ConfigError: rank 0 refused the run, or the nodes do not see one run folder, or see one, against `checkpoint.local`.
         """
         from ztk.core.runtime.rendezvous import first_fault, set_places
         from ztk.worker import interrupt_code, leave, run_task
@@ -617,8 +627,9 @@ class Session:
         set_places(meeting.hosts, rank=self._external.rank)
         config = configuration.from_yaml(agreed["config"])
         if config.checkpoint.saves:
-            sees = owner is not None or _sees(config.output_dir, token=agreed["token"])
-            own = "" if sees else _unseen(config, rank=self._external.rank)
+            own = (
+                "" if owner is not None else _fault_of_folder(config, meeting, agreed=agreed, rank=self._external.rank)
+            )
             if fault := first_fault(meeting, rank=self._external.rank, own=own):
                 raise ConfigError([fault])
         forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
@@ -719,6 +730,29 @@ class Session:
         return jobs
 
 
+def _fault_of_folder(config: Config, meeting: "Meeting", *, agreed: Mapping[str, Any], rank: int) -> str:
+    """Returns why this rank cannot keep checkpoints in its run folder, or "". Removes the run in a node's own folder if rank 0 has removed its
+    own.
+    """
+    folder = config.output_dir
+    if not config.checkpoint.local:
+        return "" if _sees(folder, token=agreed["token"]) else _unseen(config, rank=rank)
+    place, first = f"rank {rank} on {meeting.hosts[rank]}", f"rank 0 on {meeting.hosts[0]}"
+    if token_of(folder) == agreed["token"]:
+        is_shared = meeting.hosts[rank] != meeting.hosts[0]
+        return f"{folder}: {place} sees the run folder of {first}; leave checkpoint.local=true out" if is_shared else ""
+    if agreed["continues"] or newest_checkpoint(folder) is None:
+        return ""
+    if not agreed["overwrites"]:
+        return (
+            f"{folder}: {place} has checkpoints of a run, and {first} has none; bring back the folder there, or use "
+            "checkpoint.resume=overwrite to start again at step 1"
+        )
+    if os.environ["LOCAL_RANK"] == "0":  # of this node
+        clear(Path(folder))
+    return ""
+
+
 def _sees(folder: str, *, token: str) -> bool:
     """Returns whether this machine finds rank 0's lock in the run folder. A network file system may show it late."""
     end = time.monotonic() + _SEEN_SECONDS
@@ -732,7 +766,7 @@ def _sees(folder: str, *, token: str) -> bool:
 def _unseen(config: Config, *, rank: int) -> str:
     return (
         f"{config.output_dir}: rank {rank} on {platform.node()} does not see the run folder of rank 0, and checkpoints need one folder that "
-        "all nodes share; name one with hydra.run.dir=FOLDER, or use checkpoint=none"
+        "all nodes share; name one with hydra.run.dir=FOLDER, keep a folder per node with checkpoint.local=true, or use checkpoint=none"
     )
 
 

@@ -135,6 +135,14 @@ def _asynchronous(config: "Config") -> Iterator[str]:
         )
 
 
+def _local(config: "Config") -> Iterator[str]:
+    if config.checkpoint.local and config.launch.starter != "local":
+        yield (
+            f"checkpoint.local=true: launch={config.launch.starter} needs a run folder that all machines share; leave checkpoint.local out, "
+            "or start the ranks by torchrun or srun"
+        )
+
+
 def _keep_every(config: "Config") -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.every and checkpoint.keep_every and checkpoint.keep_every % checkpoint.every:
@@ -362,6 +370,13 @@ class CheckpointConfig:
     )
     asynchronous: bool | None = key(
         "training continues while the files are written", default=False, acts=_SAVES_OFTEN, contradicts=_asynchronous
+    )
+    local: bool | None = key(
+        "each node keeps the checkpoints of its ranks in a folder of its own, at the path of the run folder",
+        default=False,
+        acts=_SAVES,
+        changes=Changes.nothing,
+        contradicts=_local,
     )
     resume: str | None = key(
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; overwrite: a new run in place of the "
