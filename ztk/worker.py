@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from ztk.config import Config, from_yaml, instantiate
-from ztk.core.launch import RankFailure, failure_of, log_path, memory_path, write_failure
+from ztk.core.launch import RankFailure, failure_of, is_restart, log_path, memory_path, write_failure
 from ztk.core.launch.output import open_closed_streams
 from ztk.core.launch.tee import keep_output, log_to
 from ztk.report.folder import write_json
@@ -31,7 +31,8 @@ def main() -> None:
     """
     try:
         config = from_yaml(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        failure = run_task(config, rank=int(os.environ["RANK"]), end=lambda failure: leave(1))
+        rank = int(os.environ["RANK"])
+        failure = run_task(config, rank=rank, end=lambda failure: leave(1), logs=rank == 0)
     except KeyboardInterrupt as error:
         leave(interrupt_code(error))
     else:
@@ -41,10 +42,13 @@ def main() -> None:
             gc.freeze()  # the final collections would traverse all of torch's objects, for 0.6 seconds
 
 
-def run_task(config: Config, *, rank: int, end: Callable[[RankFailure], NoReturn]) -> RankFailure | None:
+def run_task(
+    config: Config, *, rank: int, end: Callable[[RankFailure], NoReturn], logs: bool = True
+) -> RankFailure | None:
     """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log.
 
     end: ends the process after a section that took longer than its limit (`ztk.core.runtime.sections`). It runs in another thread.
+    logs: the output also goes to the rank's log, after that of an earlier start. False: it goes there alone, as ztk's launcher arranges.
     """
     open_closed_streams()
     prefer_own_modules()
@@ -53,7 +57,8 @@ def run_task(config: Config, *, rank: int, end: Callable[[RankFailure], NoReturn
         os.environ["TTY_COMPATIBLE"] = "0"  # for rich: a progress bar would draw over the debugger's lines
         log = sys.stderr
     else:
-        log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 and debug is None else keep_output()
+        path = log_path(config.output_dir, rank=rank)
+        log = log_to(path, appends=is_restart()) if logs and debug is None else keep_output()
     show_messages()
 
     def record(error: Exception, *, trace: str | None = None) -> RankFailure:

@@ -121,6 +121,8 @@ def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
     done = run(*FAKE, steps, cwd=tmp_path, plan=plan, starter=starter)
     (folder,) = folders(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
+    log = (folder / "ranks" / "rank1.log").read_text()
+    assert log.count("rank 1 of 2") == log.count("ValueError: boom") + (not fails) == 1 + fails
     if fails:
         assert done.returncode == 1
         # The second start uses the folder of the first. Rank 0 may be stopped before it prints: rank 1 raises later.

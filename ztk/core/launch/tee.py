@@ -40,14 +40,15 @@ class Tee:
         return getattr(self._terminal, name)  # isatty, fileno, encoding, flush ...
 
 
-def log_to(path: Path) -> LastingOutput:
+def log_to(path: Path, *, appends: bool = False) -> LastingOutput:
     """From now on Python's output also goes to `path`. Returns the log, for text that the terminal should not show.
 
+    appends: keeps the file's text.
     Neither the terminal nor the log ends the run if it fails, as on a full disk.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opened = path.open("w", buffering=1, encoding="utf-8")
+        opened = path.open("a" if appends else "w", buffering=1, encoding="utf-8")
     except OSError:
         opened = open(os.devnull, "w", encoding="utf-8")
     log = LastingOutput(opened)
