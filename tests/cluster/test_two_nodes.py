@@ -22,6 +22,7 @@ import pytest
 from tests.cluster import network
 from tests.cluster.network import ADDRESSES, NAMES, Network, wait_until
 from tests.cluster.slurm import ROOT
+from ztk.checkpoint.verify import verify
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY, START_SECONDS, TIMEOUT_SECONDS = 40, 5, 300, 200
@@ -64,10 +65,13 @@ def nodes(tmp_path) -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def digest(tmp_path_factory) -> str:
-    """Of an undisturbed run on two local ranks."""
-    folder = tmp_path_factory.mktemp("local") / "run"
-    words = [word for word in RUN if not word.startswith("launch.start_seconds")]
-    command = [sys.executable, str(ROOT / "run.py"), *words, "zero=stage1", "launch.ranks=2", f"hydra.run.dir={folder}"]
+    return undisturbed(tmp_path_factory.mktemp("local") / "run", "zero=stage1")
+
+
+def undisturbed(folder: Path, *words: str) -> str:
+    """The digest of a run on two local ranks."""
+    words = (*(word for word in RUN if not word.startswith("launch.start_seconds")), *words)
+    command = [sys.executable, str(ROOT / "run.py"), *words, "launch.ranks=2", f"hydra.run.dir={folder}"]
     done = subprocess.run(command, env=environment(), cwd=folder.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return summary(folder)["loss_digest"]
@@ -309,6 +313,40 @@ def test_folders_that_are_not_shared_are_refused(nodes):
     assert all(codes(agents, nodes=nodes)), text_of(nodes)[-4000:]
     assert "rank 1 on ztk-b does not see the run folder of rank 0" in text_of(nodes)
     record("no shared folder", outcome="refused at the start", seconds=round(time.monotonic() - started, 1))
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"), [("stage3", ()), ("stage1", ("topology.pipeline=2",))], ids=["stage 3", "pipeline"]
+)
+def test_a_folder_per_node(zero, words, nodes, tmp_path):
+    """SIGKILL of a rank, then the loss of the newest checkpoint on node 1 before the next command. Both folders in one are a checkpoint."""
+    folder, places = nodes.own / "run", [nodes.disk(node) / "run" for node in range(2)]
+    words = (*words, "checkpoint.local=true", f"zero={zero}")
+    given = words_of(nodes, *words[:-1], pause=0.3, zero=zero, folder=folder)
+    agents = torchrun(nodes, given)
+    wait_until(lambda: steps_in(places[0]) >= 12, seconds=START_SECONDS, text=lambda: text_of(nodes)[-4000:])
+    before = steps_in(places[0])
+    os.kill(nodes.rank(1), signal.SIGKILL)
+    assert codes(agents, nodes=nodes) == [0, 0], text_of(nodes)[-4000:]
+    lost = before - resumed_after(nodes)
+    assert 0 <= lost <= EVERY
+    expected = undisturbed(tmp_path / "local", *(word for word in words if "local" not in word))
+    assert summary(places[0])["loss_digest"] == expected
+    assert not (places[1] / "summary.json").exists() and not (places[1] / "metrics.jsonl").exists()
+    for number, place in enumerate(places):
+        step = place / "checkpoints" / f"step-{STEPS:06d}"
+        assert sorted(path.name for path in step.glob("rank-*")) == [f"rank-0000{number}.safetensors"]
+        shutil.copytree(step, tmp_path / "merged", dirs_exist_ok=True)
+    assert verify(tmp_path / "merged").faults == ()
+    shutil.rmtree(places[1] / "checkpoints" / f"step-{STEPS:06d}")
+    (places[0] / "summary.json").unlink()
+    agents = torchrun(nodes, given, port=29600)
+    assert codes(agents, nodes=nodes) == [0, 0], text_of(nodes)[-4000:]
+    assert resumed_after(nodes) == STEPS - EVERY
+    assert "ztk-b has no such checkpoint" in text_of(nodes)
+    assert summary(places[0])["loss_digest"] == expected
+    figures = {"lost": lost, "digest": "equal"}
+    record(f"folders per node, {zero}, SIGKILL, a lost checkpoint", outcome="restarted, done", **figures)
 
 
 @pytest.mark.parametrize("launcher", ["Kubeflow", "mpirun"])

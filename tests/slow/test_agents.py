@@ -1,9 +1,11 @@
-"""Two agents of torchrun, as on two nodes: after one node's failure both restart their ranks, and the ranks agree on one start.
+"""Two agents of torchrun, as on two nodes: after one node's failure both restart their ranks, and the ranks agree on one start. The same
+of one agent of nvidia-resiliency-ext's `ft_launcher`.
 
 Each agent counts its own restarts (pytorch issues 108158 and 135712): the agent of a killed rank raises TORCHELASTIC_RESTART_COUNT, the
 other agent restarts its rank for the changed membership with the old count.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -23,12 +25,24 @@ RUN = (
 )
 
 
-def agent(node: int, *, port: int, folder: Path, steps: int) -> subprocess.Popen:
-    torchrun = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "--rdzv-id=agents", "--max-restarts=3"]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def agent(
+    node: int, *, port: int, folder: Path, steps: int, launcher: tuple[str, ...] = TORCHRUN, nodes: int = 2
+) -> subprocess.Popen:
+    """An agent of one of `nodes` nodes, which share two ranks."""
+    place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{port}")
+    command = [*launcher, *place, "--rdzv-backend=c10d", "--rdzv-id=agents", "--max-restarts=3"]
     command += [str(ROOT / "run.py"), *RUN, f"train.steps={steps}", f"hydra.run.dir={folder}"]
-    log = (folder.parent / f"agent-{node}.log").open("w")
+    log = (folder.parent / f"agent-{node}.log").open("a")
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, cwd=ROOT)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def ranks_of(agents: list[subprocess.Popen]) -> dict[int, int]:
@@ -51,9 +65,7 @@ def steps_in(folder: Path) -> int:
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["rank 0 stopped", "rank 0 alive"])
 def test_both_agents_restart_after_one_rank_was_killed(stopped, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder, steps = tmp_path / "run", 400
     agents = [agent(node, port=port, folder=folder, steps=steps) for node in range(2)]
     try:
@@ -74,3 +86,29 @@ def test_both_agents_restart_after_one_rank_was_killed(stopped, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None, reason="needs nvidia-resiliency-ext 0.4.1 (ft_launcher)"
+)
+def test_ft_launcher_restarts_a_killed_rank(tmp_path):
+    """Its run has the digest of an undisturbed one by torchrun."""
+    ft_launcher = (str(Path(sys.executable).parent / "ft_launcher"), "--ignore-missing-fault-tol-cfg")
+    digests = []
+    for launcher in (TORCHRUN, ft_launcher):
+        folder = tmp_path / str(len(digests))
+        one = agent(0, port=free_port(), folder=folder, steps=200, launcher=launcher, nodes=1)
+        try:
+            if launcher is ft_launcher:
+                end = time.monotonic() + 120
+                while steps_in(folder) < 50 and time.monotonic() < end:
+                    time.sleep(0.05)
+                os.kill(ranks_of([one])[1], signal.SIGKILL)
+            code = one.wait(timeout=300)
+        finally:
+            one.kill()
+        log = (tmp_path / "agent-0.log").read_text()
+        assert code == 0, log[-4000:]
+        assert ("continues after step" in log) is (launcher is ft_launcher), log[-4000:]
+        digests.append(json.loads((folder / "summary.json").read_text())["loss_digest"])
+    assert digests[0] == digests[1]
