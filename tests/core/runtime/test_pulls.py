@@ -1,5 +1,8 @@
 """Tensors that other processes pull over gloo: values of any boxes, an address that is a secret, and processes that hang or are gone."""
 
+import subprocess
+import sys
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -118,6 +121,32 @@ def test_an_offer_ends_while_a_process_hangs_and_that_one_learns_of_it():
         while time.monotonic() - began < SECONDS:
             source["matrix"]
     assert time.monotonic() - began < SECONDS
+
+
+PULLS = """
+import sys
+from ztk.core.runtime.comm.pulls import pulled
+with pulled(sys.argv[1], timeout_seconds=30.0) as source:
+    source["half"]
+    print("begun", flush=True)
+    while True:
+        source["wide"]
+"""
+
+
+def test_a_process_that_is_killed_in_a_transfer_ends_it_and_delays_no_other():
+    wide = torch.randn(1100, 3000)  # several messages
+    with offered(STATE | {"wide": wide}) as (_, where):
+        process = subprocess.Popen([sys.executable, "-c", PULLS, where], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        with pulled(where, timeout_seconds=SECONDS) as source:
+            assert torch.equal(source["wide"], wide)
+        while any(thread.name == "ztk-offered" for thread in threading.enumerate()):
+            assert time.monotonic() - began < SECONDS / 2, "the transfer to the killed process goes on"
+            time.sleep(0.01)
 
 
 def test_nothing_is_pulled_without_the_secret():
