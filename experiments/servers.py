@@ -76,7 +76,7 @@ def open_served(config: Config, *, actor: Engine) -> ServedRollouts:
         open_client=lambda channel, parameters: (
             VllmClient(channel, vocabulary=vocabulary)
             if rollout.servers_api is ServerApi.vllm
-            else ZtkClient(channel, parameters=parameters, ranks=ranks)
+            else ZtkClient(channel, parameters=parameters, ranks=ranks, reads=rollout.servers_transfer == "folder")
         ),
         publisher=publisher,
         patience_seconds=rollout.servers_wait,

@@ -54,20 +54,20 @@ def served(config, *, folder, count=2, api_key=None):
 
 
 @pytest.mark.parametrize(
-    ("task", "words", "count", "stage"),
+    ("task", "words", "count", "stage", "transfer"),
     [
-        ("grpo", EXACT, 2, 3),
-        ("ppo", ("rollout.staleness=1",), 1, 0),  # with gloo
-        ("grpo", (*EXACT, "rollout.top_k=40", "rollout.top_p=0.9", "rollout.min_p=0.01"), 1, 0),
+        ("grpo", EXACT, 2, 3, "http"),
+        ("ppo", ("rollout.staleness=1",), 1, 0, "gloo"),
+        ("grpo", (*EXACT, "rollout.top_k=40", "rollout.top_p=0.9", "rollout.min_p=0.01"), 1, 0, "folder"),
     ],
     ids=["grpo", "ppo ahead", "cut"],
 )
-def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, words, count, stage):
+def test_losses_are_those_of_a_run_that_draws_by_itself(ranks, tmp_path, task, words, count, stage, transfer):
     config = config_of(task, *words, folder=tmp_path / "own", ranks=count, zero__stage=stage)
     ranks(count).run(play, config=config)
     with served(config, folder=tmp_path) as urls:
-        transfer = TransferName.gloo if task == "ppo" else TransferName.http
-        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0, "rollout__servers_transfer": transfer}
+        where = {"rollout__servers": urls, "rollout__servers_wait": 60.0}
+        where |= {"rollout__servers_transfer": TransferName(transfer)}
         other = config_of(task, *words, folder=tmp_path / "served", ranks=count, zero__stage=stage, **where)
         ranks(count).run(play, config=other)
     rows, ahead = rows_of(tmp_path / "served"), "rollout.staleness=1" in words
@@ -412,6 +412,9 @@ def test_what_servers_cannot_do_is_refused(tmp_path):
         compose(*given, *exact, "topology=pp2", output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     with pytest.raises(ConfigError, match="Ray starts task=serve; name the addresses"):
         placed = ("rollout.servers=[ray,http://a:8000]", "rollout.servers_api=vllm")
+        compose(*given, *placed, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
+    with pytest.raises(ConfigError, match="servers have folders of their own; use http or gloo"):
+        placed = ("rollout.servers=[ray]", "rollout.servers_transfer=folder")
         compose(*given, *placed, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     with pytest.raises(ConfigError, match="rollout.engine=generator"):
         own = ("rollout.servers=[http://a:8000]", "rollout.engine=trainer")

@@ -104,6 +104,7 @@ class TransferName(StrEnum):
     """rollout.servers_transfer: the way of new weights."""
 
     http = "http"
+    folder = "folder"
     gloo = "gloo"
 
 
@@ -261,6 +262,8 @@ def _ray_faults(config: "Config") -> Iterator[str]:
         yield f"rollout.servers=[{PLACED}]: the package ray is not installed; use pip install 'ztk[ray]'"
     if config.rollout.servers_api is ServerApi.vllm:
         yield f"rollout.servers=[{PLACED}] with rollout.servers_api=vllm: Ray starts task=serve; name the addresses of servers of vLLM"
+    if config.rollout.servers_transfer is TransferName.folder:
+        yield f"rollout.servers_transfer=folder with rollout.servers=[{PLACED}]: its servers have folders of their own; use http or gloo"
 
 
 def _vllm_faults(config: "Config") -> Iterator[str]:
@@ -272,8 +275,8 @@ def _vllm_faults(config: "Config") -> Iterator[str]:
         yield f"rollout.identity={rollout.identity} with {key}: vLLM has log-probabilities of its own; use rollout.identity=corrected"
     if rollout.late is LateName.cut:
         yield f"rollout.late=cut with {key}: tokens of vLLM's streams are not read; use rollout.late=carry"
-    if rollout.servers_transfer is TransferName.gloo:
-        yield f"rollout.servers_transfer=gloo with {key}: vLLM reads weights from the run folder; leave rollout.servers_transfer out"
+    if (transfer := rollout.servers_transfer) in (TransferName.gloo, TransferName.folder):
+        yield f"rollout.servers_transfer={transfer.value} with {key}: vLLM reads weights from the run folder; leave it out"
     if not is_hugging_face(config.model):
         yield f"{key}: vLLM reads weights by the names of transformers; use model=hf with model.path=FOLDER, or rollout.servers_api=ztk"
 
@@ -384,7 +387,8 @@ class RolloutConfig:
         changes=Changes.nothing,
     )
     servers_transfer: TransferName | None = key(
-        "how weights reach rollout.servers: http: files that rank 0 sends; gloo: parts of tensors that each rank of a server pulls from the "
+        "how weights reach rollout.servers: http: files that rank 0 sends; folder: files of the run folder, which they read under the same "
+        "path below serve.weights_path; gloo: parts of tensors that each rank of a server pulls from the "
         "trainer's ranks, for servers that can connect to them",
         default=TransferName.http,
         acts=_ASKS,

@@ -211,11 +211,18 @@ class Draw:
 
 class ZtkClient:
     """A server of `task=serve` with `serve.weights_path`. parameters: shapes by name, which its model must have. ranks: number of ranks
-    that must divide the model, for equal bits, or None for any.
+    that must divide the model, for equal bits, or None for any. reads: the server reads the files from the folder itself.
     """
 
-    def __init__(self, channel: Channel, *, parameters: Mapping[str, Sequence[int]], ranks: int | None = None) -> None:
-        self.channel, self._parameters, self._ranks, self.sent_bytes = channel, parameters, ranks, 0
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        parameters: Mapping[str, Sequence[int]],
+        ranks: int | None = None,
+        reads: bool = False,
+    ) -> None:
+        self.channel, self._parameters, self._ranks, self._reads, self.sent_bytes = channel, parameters, ranks, reads, 0
 
     def look(self) -> str | None:
         """Returns the version of the weights. Raises ServerFault if the model is another one, or divided over another number of ranks."""
@@ -236,10 +243,14 @@ class ZtkClient:
         return state["version"]
 
     def send(self, *, version: str, weights: Weights) -> None:
-        """Sends the files one after the other, or has each rank of the server pull its part. It takes them between two steps of its engine."""
+        """Sends the files one after the other, or has the server read them, or each of its ranks pull its part. It takes them between two steps
+        of its engine.
+        """
         begin = {"version": version, "on_update": "continue"}
-        if not isinstance(weights, Path):
-            body = json.dumps(begin | {"offer": self._addresses(weights, version=version)}).encode()
+        if not isinstance(weights, Path) or self._reads:
+            is_folder = isinstance(weights, Path)
+            where = {"path": str(weights)} if is_folder else {"offer": self._addresses(weights, version=version)}
+            body = json.dumps(begin | where).encode()
             self.sent_bytes += self.channel.request("POST", "/v1/weights", body=body)["bytes"]
             return
         self.channel.request("POST", "/v1/weights", body=json.dumps(begin).encode())
