@@ -120,6 +120,7 @@ def test_a_refusal_of_slurm_is_shown(slurm, tmp_path):
         (("launch=local", "launch.nodes=2"), "only with launch=slurm"),
         (("launch=local", "--dry-run"), "only with launch=slurm"),
         (("train.steps=0.5",), "train.steps"),
+        (("checkpoint.local=true",), "launch=slurm needs a run folder that all machines share"),
         (
             ("-m", "sweep.launcher=slurm", "train.seed=1,2"),
             "sweep.launcher=slurm: is launch=slurm, and launch=slurm is given",

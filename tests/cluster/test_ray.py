@@ -217,12 +217,13 @@ def test_a_run_without_ranks_is_refused(tmp_path):
 
 
 def test_a_script_in_workers_of_ray_train(tmp_path, cluster):
-    """`examples/cluster/ray_train.py`, undisturbed, then with a worker that SIGKILL ends."""
+    """`examples/cluster/ray_train.py`, undisturbed, then with a worker that SIGKILL ends. A report, of every tenth step, takes 2 s: Ray Train
+    looks for one so often."""
     losses = {}
     for name in ("undisturbed", "killed"):
         folder = tmp_path / name
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "examples/cluster/ray_train.py"), folder, "2", "--device=cpu", "--steps=400"],
+            [sys.executable, str(ROOT / "examples/cluster/ray_train.py"), folder, "2", "--device=cpu", "--steps=120"],
             env=os.environ | {"PYTHONPATH": str(ROOT)} | cluster,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
