@@ -46,6 +46,8 @@ HOT_PATHS = {
     "quantize": "quantised exchange: before it is sent",
     "dequantize": "quantised gather of parameters: after it has come",
     "dequantize_reduce": "quantised reduction of gradients: sum of the received parts",
+    "float8_largest": "float8 products: largest magnitudes of rows and columns",
+    "float8_codes": "float8 products: codes and scales by rows and columns",
 }
 
 

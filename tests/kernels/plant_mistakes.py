@@ -1,4 +1,4 @@
-"""Plants 83 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
+"""Plants 89 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
 
 Each mistake is a small edit of a kind that code reviews miss: a mask, an offset, a term, a value carried between rounds of a loop, the width
 of a reduction, a dtype, two programs on one row. The checks are those in tests/kernels: every shape, variant and `reach` of the op against its
@@ -130,6 +130,12 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("term", "adamw", "shared/adam.py", "beta2) * b_g * b_g", "beta2) * b_g", 0),
         ("offset", "grouped_matmul_pair", "shared/grouped_tiles.py", "p_x = x2_ptr", "p_x = x_ptr", 0),
         ("carry", "grouped_matmul_pair", "shared/grouped_tiles.py", "range(0, 2 * num_k)", "range(0, num_k)", 0),
+        ("term", "float8_codes", "ops/float8.py", "b_bits + 0x1FFFFF", "b_bits + 0x200000", 0),
+        ("offset", "float8_codes", "ops/float8.py", "i_c * words + i_r // 4", "i_c * words", 0),
+        ("offset", "float8_codes", "ops/float8.py", "p_of, p_scales = of_rows_ptr + i_r,", "p_of, p_scales = of_rows_ptr,", 0),
+        ("dtype", "float8_codes", "shared/fp8.py", "b_size < 6.103515625e-05", "b_size < 0.015625", 0),
+        ("term", "float8_largest", "ops/float8.py", "b_x *= b_factor[None, :]", "b_x *= 1.0", 0),
+        ("two on one row", "float8_largest", "ops/float8.py", "atomic_max(rows_ptr + i_r + o_r", "atomic_max(rows_ptr + o_r", 0),
     )  # fmt: skip
     return tuple(Mistake(kind=k, op=o, file=f, old=a, new=b, nth=n) for k, o, f, a, b, n in rows)
 

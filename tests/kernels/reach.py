@@ -34,6 +34,11 @@ REACH: dict[str, tuple[Reach, ...]] = {
         Reach(shape=(2, 32768), inputs={"inplace": True}, dtype=torch.bfloat16),  # no tail
     ),
     "draw_rows": (Reach(shape=(66, 16, 40)),),
+    "float8_largest": (Reach(shape=(300, 200), inputs={"factor": True}),),  # three by four tiles
+    "float8_codes": (
+        Reach(shape=(300, 200), inputs={"factor": True}),
+        Reach(shape=(300, 200), dtype=torch.bfloat16, inputs={"columns": False, "turned": True}),
+    ),
     "grouped_matmul": (  # past tiles of 128 x 128 x 64 in slots, columns, and steps of either sum
         Reach(shape=(200, 3, 150, 200), dtype=torch.float16),
         Reach(shape=(200, 3, 150, 203), dtype=torch.float16),  # without descriptors

@@ -33,6 +33,8 @@ SHAPES = {
     "gated_rows": (4, 256, 256),
     "draw_rows": (4, 256, 256),
     "select_rows": (4, 256),
+    "float8_largest": (64, 256),
+    "float8_codes": (64, 256),
 }
 # linear_cross_entropy, linear_logprob and moe_route count the tensors between their steps; random lengths in attention_varlen and
 # rows behind the last expert's slots differ from the SPEC's shape.

@@ -118,20 +118,22 @@ def test_weight_gradients_wait_and_find_their_place():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_the_place_in_a_bucket_is_written_on_gpus(monkeypatch):
+@pytest.mark.parametrize("recipe", [ROWWISE, EXACT_WEIGHTS])
+def test_the_place_in_a_bucket_is_written_on_gpus(recipe):
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(32, 16).bfloat16())
-    product = Float8Product(recipe=ROWWISE)
+    product, numbers = Float8Product(recipe=recipe), torch.randn(32, 16).bfloat16()
     x, d_out = torch.randn(8, 16).bfloat16(), torch.randn(8, 32).bfloat16()
-    place = torch.empty(32, 16, dtype=torch.bfloat16)
-    expected = product.weight_gradient(d_out, x=x)
-    assert product.weight_gradient(d_out, x=x, out=place) is place and torch.equal(place, expected)
-    offer_place(weight, place=lambda: place.zero_())
-    try:
-        product(x, weight=weight).backward(d_out)
-    finally:
-        withdraw_place(weight)
-    assert torch.equal(weight.grad, expected)
+    expected = nn.Parameter(numbers)
+    product(x, weight=expected).backward(d_out)
+    with gpu_tensors():
+        weight, place = nn.Parameter(numbers.to("cuda:0")), torch.zeros(32, 16, dtype=torch.bfloat16, device="cuda:0")
+        offer_place(weight, place=lambda: place)
+        try:
+            product(x.to("cuda:0"), weight=weight).backward(d_out.to("cuda:0"))
+        finally:
+            withdraw_place(weight)
+        written = place.cpu()
+    assert torch.equal(written, expected.grad)
 
 
 def _decoder(**options) -> Decoder:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ztk.core.policies.precision import Float8Recipe
-from ztk.core.precision.float8 import device_fault, quantise_columns, quantise_rows
+from ztk.core.precision.float8 import device_fault
+from ztk.kernels import float8_codes, float8_largest
 from ztk.nn.float8 import Float8Product
 from ztk.nn.linear import Linear
 
@@ -25,13 +26,23 @@ def _hostile(rows: int, columns: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def test_codes_and_scales_have_the_bits_of_the_cpu():
-    x = _hostile(37, 48)
-    for quantise in (quantise_rows, quantise_columns):
-        (codes, scales), (there, of_there) = quantise(x), quantise(x.cuda())
-        finite = scales.isfinite().flatten()
-        assert torch.equal(of_there.cpu()[finite], scales[finite]) and of_there.cpu()[~finite].isnan().all()
-        assert torch.equal(there.cpu().view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(37, 48), (400, 200)])
+def test_codes_and_scales_have_the_bits_of_the_cpu(shape, dtype):
+    x = _hostile(*shape)
+    factor, _ = float8_largest(_hostile(shape[1], 16), columns=False)
+    of_rows, of_columns = float8_largest(x, factor)
+    there = float8_largest(x.cuda(), factor.cuda())
+    for here, other in zip((of_rows, of_columns), there, strict=True):
+        assert torch.equal(other.cpu().nan_to_num(), here.nan_to_num())
+    for turned in (False, True):
+        expected = float8_codes(x, factor, of_rows, of_columns, turned=turned, dtype=dtype)
+        found = float8_codes(x.cuda(), factor.cuda(), *there, turned=turned, dtype=dtype)
+        for here, other in zip(expected, found, strict=True):
+            numbers, others = here.float(), other.cpu().float()
+            assert torch.equal(others.isnan(), numbers.isnan()) and torch.equal(
+                others.nan_to_num(), numbers.nan_to_num()
+            )
 
 
 @pytest.mark.parametrize("recipe", list(Float8Recipe))

@@ -24,6 +24,7 @@ from ztk.kernels.ops.cast_copy import cast_copy
 from ztk.kernels.ops.copy_blocks import copy_blocks
 from ztk.kernels.ops.cross_entropy import cross_entropy
 from ztk.kernels.ops.draw_rows import draw_rows
+from ztk.kernels.ops.float8 import float8_codes, float8_largest
 from ztk.kernels.ops.geglu import geglu
 from ztk.kernels.ops.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.ops.layer_norm import layer_norm
@@ -107,6 +108,8 @@ __all__ = [
     "dequantize_reduce",
     "draw_rows",
     "encode_master",
+    "float8_codes",
+    "float8_largest",
     "gated_rows",
     "geglu",
     "get_backend",

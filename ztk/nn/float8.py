@@ -7,7 +7,8 @@ keeps the last one in 16 bits:
     gradient of x       [M, K] = d_out * scale of the weight's row [M, N] by rows      the weight's codes [N, K]
     gradient of weight  [N, K] = d_out [M, N] by columns      x [M, K] by columns
 
-Results are bfloat16, as are inputs and weights.
+The forward finds the largest magnitudes of x by rows and by columns in one read, and the backward those of the output's gradient. Codes of
+the gradient by rows and by columns are written in one read, too. Results are bfloat16, as are inputs and weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.core.policies.precision import Float8Recipe
-from ztk.core.precision.float8 import CODES, MULTIPLE, quantise_columns, quantise_rows, scaled_product, turned
+from ztk.core.precision.float8 import CODES, scaled_product
 from ztk.core.runtime.gradient_places import place_offered
 from ztk.core.runtime.input_gradients import taker_of
 from ztk.core.runtime.own_forward import has_own_forward
+from ztk.kernels import float8_codes, float8_largest
 from ztk.kernels.launch.functions import Function
+from ztk.kernels.ops.float8 import MULTIPLE
 from ztk.nn.linear import Linear, weight_gradient
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -61,61 +64,69 @@ class Float8Product:
         out = _Float8Linear.apply(x, weight, self)
         return out if bias is None else out + bias
 
-    def weight_gradient(self, d_out: Tensor, *, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """d_out [..., N], x [..., K] -> [N, K], in `out` if given."""
-        d_out, x = _rows(d_out), _rows(x)
-        if self.recipe is Float8Recipe.rowwise_with_gw_hp:
-            return weight_gradient(d_out, x=x) if out is None else torch.mm(d_out.t(), x, out=out)
-        (a, scales_a), (b, scales_b) = quantise_columns(d_out, dtype=self.gradient_codes), quantise_columns(x)
-        return scaled_product(a, b=b, scales=(scales_a, scales_b), out=out)
-
 
 class _Float8Linear(Function):
-    """x W^T. Saves x and the weight in 16 bits, and only if the backward reads them."""
+    """x W^T. Saves x and the weight in 16 bits with their largest magnitudes, and only if the backward reads them."""
 
     INSTEAD = "Use precision=bf16 or fp32"
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, product: Float8Product) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.parameter, ctx.product = weight if isinstance(weight, nn.Parameter) else None, product
         is_compiling = torch.compiler.is_compiling()
         ctx.place = None if is_compiling or x.device.type == "cpu" else place_offered(weight)
         ctx.take = None if is_compiling else taker_of(x)
-        (a, scales_a), (b, scales_b) = quantise_rows(_rows(x)), quantise_rows(weight)
+        rows, (has_d_x, has_d_weight) = _rows(x), ctx.needs_input_grad[:2]
+        of_rows, of_x = float8_largest(
+            rows, columns=has_d_weight and product.recipe is not Float8Recipe.rowwise_with_gw_hp
+        )
+        of_weight, _ = float8_largest(weight, columns=False)
+        ctx.save_for_backward(
+            x if has_d_weight else None, weight if has_d_x else None, of_x, of_weight if has_d_x else None
+        )
+        a, scales_a, *_ = float8_codes(rows, of_rows=of_rows)
+        b, scales_b, *_ = float8_codes(weight, of_rows=of_weight)
         out = scaled_product(a, b=b, scales=(scales_a, scales_b), is_fast=True)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # this backward will be differentiated, and codes have no gradient
-        d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
-            if again:
-                d_x = d_out @ weight
-            else:
-                d_x = _input_gradient(_rows(d_out), weight=weight, dtype=ctx.product.gradient_codes)
-                d_x = d_x.view(*d_out.shape[:-1], -1)
-            d_x = d_x if again or ctx.take is None else ctx.take(d_x)
-        if not ctx.needs_input_grad[1]:
+        x, weight, of_x, of_weight = ctx.saved_tensors
+        rows, (has_d_x, has_d_weight) = _rows(d_out), ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # this backward will be differentiated, and codes have no gradient
+            return (d_out @ weight if has_d_x else None), (rows.t() @ _rows(x) if has_d_weight else None), None
+        # The weight's scale per row is a factor per column of the gradient.
+        of_rows, of_columns = float8_largest(rows, of_weight, rows=has_d_x, columns=of_x is not None)
+        a, scales_a, columns, of_codes = float8_codes(
+            rows, of_weight, of_rows, of_columns, dtype=ctx.product.gradient_codes
+        )
+        d_x = None
+        if has_d_x:
+            codes, *_ = float8_codes(weight, of_rows=of_weight, turned=True)
+            d_x = scaled_product(a, b=codes, scales=(scales_a, scales_a.new_ones(weight.shape[1], 1)))
+            d_x = d_x.view(*d_out.shape[:-1], -1)
+            d_x = d_x if ctx.take is None else ctx.take(d_x)
+        if not has_d_weight:
             return d_x, None, None
-        if again:
-            return d_x, _rows(d_out).t() @ _rows(x), None
+        product = partial(_plain_gradient, rows, x=_rows(x))
+        if of_x is not None:
+            product = partial(_weight_gradient, columns, scales=of_codes, x=_rows(x), of_x=of_x)
         deferred = ctx.product.deferred
         if deferred is not None and deferred.is_active and ctx.parameter is not None:
-            deferred.defer(ctx.parameter, product=partial(ctx.product.weight_gradient, d_out, x=x))
+            deferred.defer(ctx.parameter, product=product)
             return d_x, None, None
-        place = None if ctx.place is None else ctx.place()
-        d_weight = ctx.product.weight_gradient(d_out, x=x, out=place)
-        return d_x, d_weight, None
+        return d_x, product(out=None if ctx.place is None else ctx.place()), None
 
 
-def _input_gradient(d_out: Tensor, *, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """d_out [M, N], weight [N, K] -> [M, K]. dtype: float8 format of the gradient."""
-    codes, scales = quantise_rows(weight)
-    a, scales_a = quantise_rows(d_out * scales.t().to(d_out.dtype), dtype=dtype)
-    return scaled_product(a, b=turned(codes), scales=(scales_a, scales.new_ones(weight.shape[1], 1)))
+def _weight_gradient(d_out: Tensor, *, scales: Tensor, x: Tensor, of_x: Tensor, out: Tensor | None = None) -> Tensor:
+    """[N, K], in `out` if given. d_out, scales: codes [N, P] and scales [N, 1] of columns. of_x: largest magnitudes of columns of x [M, K]."""
+    *_, codes, of_codes = float8_codes(x, of_columns=of_x)
+    return scaled_product(d_out, b=codes, scales=(scales, of_codes), out=out)
+
+
+def _plain_gradient(d_out: Tensor, *, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """d_out [M, N], x [M, K] -> [N, K], in `out` if given."""
+    return weight_gradient(d_out, x=x) if out is None else torch.mm(d_out.t(), x, out=out)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from ztk.core.precision.float8 import (
     CODES,
     dequantised,
     device_fault,
-    quantise_columns,
     quantise_rows,
     scaled_product,
-    turned,
 )
+from ztk.kernels import float8_codes, float8_largest, set_backend
 
 WIDE = torch.float8_e5m2
 # Format: largest code, bits of the mantissa, and the exponent of the smallest step.
@@ -34,9 +33,17 @@ def _plain(row: torch.Tensor, *, dtype: torch.dtype) -> tuple[list[float], float
     return codes, scale
 
 
+@pytest.fixture(params=["auto", "triton"])
+def backend(request):
+    """The CPU's form, and the kernels on the interpreter."""
+    set_backend(request.param)
+    yield
+    set_backend("auto")
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_have_the_codes_and_scales_of_a_plain_loop(dtype, form):
+def test_rows_and_columns_have_the_codes_and_scales_of_a_plain_loop(backend, dtype, form):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(9, 37, generator=generator) * torch.logspace(-9, 9, 9)[:, None]
     x[4] *= torch.logspace(-8, 0, 37)  # many small ones
@@ -49,12 +56,78 @@ def test_rows_have_the_codes_and_scales_of_a_plain_loop(dtype, form):
         expected, expected_scale = _plain(row, dtype=form)
         assert float(scale) == expected_scale
         assert code.tolist() == expected
-    columns, of_columns = quantise_columns(x.t(), dtype=form)
+    of_rows, of_columns = float8_largest(x.t())
+    bytes_of = codes.view(torch.uint8)
+    rows, of_columns_rows, columns, of_columns = float8_codes(x.t(), of_rows=of_rows, of_columns=of_columns, dtype=form)
     assert columns.shape == (9, 48) and not columns[:, 37:].float().any()
-    assert torch.equal(columns[:, :37].contiguous().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(columns[:, :37].contiguous().view(torch.uint8), bytes_of)
     assert torch.equal(of_columns, scales)
-    if form is CODES:
-        assert torch.equal(turned(codes).float(), codes.float().t())
+    again, of_again = quantise_rows(x.t().contiguous(), dtype=form)  # the two forms of one read are those of two
+    assert torch.equal(rows.view(torch.uint8), again.view(torch.uint8)) and torch.equal(of_columns_rows, of_again)
+    turned, *_ = float8_codes(x, of_rows=float8_largest(x, columns=False)[0], turned=True, dtype=form)
+    assert turned.shape == (37, 16) and not turned[:, 9:].float().any()
+    assert torch.equal(turned[:, :9].contiguous().view(torch.uint8), bytes_of.t())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_scales_are_exact_next_to_a_power_of_two(backend, form):
+    """Of the largest code, of the float32 numbers on both sides, of the smallest scale, and of the largest numbers."""
+    edge = torch.tensor([FORMATS[form][0] * 2.0**power for power in (-118, -101, -100, -99, 0, 7, 100)])
+    largest = torch.cat(
+        [edge.nextafter(torch.tensor(0.0)), edge, edge.nextafter(torch.tensor(math.inf)), torch.tensor([3.4e38])]
+    )
+    _, scales = quantise_rows(largest[:, None], dtype=form)
+    most = FORMATS[form][0]
+    for number, scale in zip(largest.tolist(), scales[:, 0].tolist(), strict=True):
+        assert scale >= 2.0**-100 and math.frexp(scale)[0] == 0.5
+        assert number <= most * scale and (scale == 2.0**-100 or number > most * scale / 2)
+
+
+def test_a_factor_is_the_scale_of_each_column(backend):
+    """The gradient's rows are those of the gradient times the weight's scales, rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(size, 48, generator=generator).bfloat16() for size in (37, 48))
+    weight *= torch.logspace(-12, 12, 48)[:, None].bfloat16()
+    factor, _ = float8_largest(weight, columns=False)
+    scaled = x * quantise_rows(weight)[1].t().bfloat16()
+    of_rows, _ = float8_largest(x, factor, columns=False)
+    codes, scales, *_ = float8_codes(x, factor, of_rows)
+    expected, expected_scales = quantise_rows(scaled)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_infinity_is_in_the_scales_of_its_row_and_column(backend, value):
+    x = torch.randn(37, 48, generator=torch.Generator().manual_seed(5)).bfloat16()
+    x[3, 7] = value
+    rows, of_rows, columns, of_columns = float8_codes(x, None, *float8_largest(x))
+    assert of_rows.isnan().nonzero()[:, 0].tolist() == [3] and of_columns.isnan().nonzero()[:, 0].tolist() == [7]
+    assert rows[3].float().isnan().all() and columns[7, :37].float().isnan().all()
+    assert not columns[:, 37:].float().any()  # also of the column of NaN
+    assert rows.float().isnan().sum() == 48 and columns.float().isnan().sum() == 37
+
+
+def test_views_and_empty_matrices(backend):
+    wide = torch.randn(20, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
+    part = wide[1:18, 16:48]
+    found = float8_codes(part, None, *float8_largest(part))
+    expected = float8_codes(part.clone(), None, *float8_largest(part.clone()))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+    of_rows, of_columns = float8_largest(wide[:0])
+    assert of_rows.shape == (0,) and not of_columns.any()
+    assert float8_codes(wide[:0], None, of_rows, of_columns)[2].shape == (64, 0)
+
+
+def test_other_inputs_are_refused():
+    x = torch.zeros(4, 16).bfloat16()
+    with pytest.raises(ValueError, match="float8_largest: x is .* torch.float16; pass bfloat16 or float32"):
+        float8_largest(x.half())
+    with pytest.raises(
+        ValueError, match=r"float8_codes: of_columns is \(4,\) torch.float32; pass contiguous float32 \[16\]"
+    ):
+        float8_codes(x, of_columns=torch.zeros(4))
+    with pytest.raises(ValueError, match="dtype=torch.int8 is no format of codes"):
+        float8_codes(x, of_rows=torch.zeros(4), dtype=torch.int8)
 
 
 def test_quantising_again_changes_nothing():

@@ -21,39 +21,15 @@ overflow finds.
 import torch
 from torch import Tensor
 
+from ztk.kernels import float8_codes, float8_largest
+
 CODES = torch.float8_e4m3fn
-MULTIPLE = 16  # of which a product's inner and outer size must be on NVIDIA's GPUs
-_SMALLEST = 2.0**-100  # scale
-_MANTISSA = 23  # bits of float32
-
-
-def scales_of(x: Tensor, *, dim: int, dtype: torch.dtype = CODES) -> Tensor:
-    """Scales of the vectors of `x` [R, C] along `dim` for codes of `dtype`, powers of two: float32, `dim` of size 1."""
-    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=dim, keepdim=True).float()
-    bits = (largest / torch.finfo(dtype).max).clamp_(min=_SMALLEST).view(torch.int32)
-    rounded = (((bits + ((1 << _MANTISSA) - 1)) >> _MANTISSA) << _MANTISSA).view(torch.float32)
-    return torch.where(largest.isfinite(), rounded, float("nan"))
 
 
 def quantise_rows(x: Tensor, *, dtype: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
     """Codes [R, C] of `dtype` and scales [R, 1] of `x` [R, C], bfloat16 or float32."""
-    scales = scales_of(x, dim=1, dtype=dtype)
-    return _codes(x, scales=scales, dtype=dtype), scales
-
-
-def quantise_columns(x: Tensor, *, dtype: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
-    """Codes [C, R] of `dtype` and scales [C, 1] of `x` [R, C] transposed. R is padded with zeros to a multiple of 16."""
-    scales = scales_of(x, dim=0, dtype=dtype)
-    rows = x.shape[0]
-    turned = torch.empty(x.shape[1], rows + -rows % MULTIPLE, dtype=dtype, device=x.device)
-    _bytes(turned)[:, :rows].copy_(_bytes(_codes(x, scales=scales, dtype=dtype)).t())
-    _bytes(turned)[:, rows:].zero_()
-    return turned, scales.view(-1, 1)
-
-
-def turned(codes: Tensor) -> Tensor:
-    """Codes [R, C] -> [C, R], contiguous."""
-    return _bytes(codes).t().contiguous().view(CODES)
+    of_rows, _ = float8_largest(x, columns=False)
+    return float8_codes(x, of_rows=of_rows, dtype=dtype)[:2]
 
 
 def dequantised(codes: Tensor, *, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,11 +63,3 @@ def device_fault(device: torch.device) -> str:
         return "AMD's GPUs have other float8 formats"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if (major, minor) >= (8, 9) else f"sm_{major}{minor} has no float8 products, which begin with sm_89"
-
-
-def _codes(x: Tensor, *, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x * scales.reciprocal().to(x.dtype)).to(dtype)
-
-
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)

@@ -11,6 +11,7 @@ from ztk.kernels.ops import (
     copy_blocks,
     cross_entropy,
     draw_rows,
+    float8,
     geglu,
     grouped_gemm,
     layer_norm,
@@ -41,6 +42,7 @@ _MODULES = (
     quantize, layer_norm, adamw_bf16, adamw_8bit, adamw_stochastic, attention, moe_routing, grouped_gemm,
     linear_cross_entropy, moe_combine, segment_scan, linear_logprob, linear_rows, cache_rows, paged_attention,
     copy_blocks, sharded_cross_entropy, router_losses, draw_rows, select_rows,
+    float8,
 )  # fmt: skip
 ALL_OPS: tuple[OpSpec, ...] = tuple(
     spec for module in _MODULES for spec in vars(module).values() if isinstance(spec, OpSpec)

@@ -35,6 +35,19 @@ def encode_fp8(b_x):
     return (b_byte | ((b_x.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit
+def encode_e5m2(b_x):
+    """The byte of float32 b_x as e5m2, rounded to nearest even, at most 57,344; NaN is 0x7f"""
+    b_size = tl.minimum(tl.abs(b_x), 57344.0)
+    b_bits = b_size.to(tl.uint32, bitcast=True)
+    b_normal = ((b_bits + 0xFFFFF + ((b_bits >> 21) & 1)) >> 21) - (112 << 2)
+    # Below 2^-14 steps are 2^-16, the weight of the last bit of 2^7.
+    b_small = (b_size + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+    b_byte = tl.where(b_size < 6.103515625e-05, b_small, b_normal)
+    b_byte = tl.where(b_x == b_x, b_byte, 0x7F)
+    return (b_byte | ((b_x.to(tl.uint32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
 def to_fp8(x: Tensor) -> Tensor:
     """uint8 of x's shape: float x rounded to nearest even, at most 448."""
     return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

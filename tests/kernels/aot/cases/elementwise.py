@@ -41,6 +41,16 @@ def quantised(kernel: str, *, min_programs: int, max_barriers: int | None = 0) -
     )  # fmt: skip
 
 
+def float8(kernel: str, *, min_programs: int, instructions: float, variant: str = "", **inputs: object) -> AotCase:
+    """float8 products begin with sm_89, so these are the targets that have their conversions."""
+    shape = (8192, 4096)
+    return AotCase(
+        kernel=kernel, shape=shape, inputs=inputs, variant=variant, targets=("sm_90", "sm_100"), min_programs=min_programs,
+        elements=math.prod(shape), max_instructions_per_element=instructions, vector_store_bytes=0 if "largest" in kernel else 16,
+        vector_reason="a number per row and column by an atomic" if "largest" in kernel else "",
+    )  # fmt: skip
+
+
 CASES = {
     "cast_copy": (
         cast_copy("bf16 to bf16"),
@@ -58,6 +68,16 @@ CASES = {
     "quantize": quantised("_quantize_fwd", min_programs=8, max_barriers=None),
     "dequantize": quantised("_dequantize_fwd", min_programs=12),
     "dequantize_reduce": quantised("_dequantize_reduce_fwd", min_programs=8),
+    "float8_largest": (
+        float8("_float8_largest", min_programs=5, instructions=9, variant="x"),
+        float8("_float8_largest", min_programs=5, instructions=12, variant="d_out", factor=True),
+    ),
+    "float8_codes": (
+        float8("_float8_codes", min_programs=8, instructions=7, variant="rows of x", columns=False),
+        float8("_float8_codes", min_programs=4, instructions=15, variant="d_out", factor=True),
+        float8("_float8_codes", min_programs=9, instructions=9, variant="columns of x", rows=False),
+        float8("_float8_codes", min_programs=9, instructions=10, variant="weight, turned", columns=False, turned=True),
+    ),
     "segment_scan": (
         AotCase(
             kernel="_segment_scan",
