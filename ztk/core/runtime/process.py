@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ztk.core.runtime.comm import Comm, connect, connect_groups
-from ztk.core.runtime.comm.connect import backend_of
+from ztk.core.runtime.comm.connect import backend_of, default_store
 from ztk.core.runtime.comm.transport import SingleRankTransport
 from ztk.core.runtime.mesh import AXES, Mesh, Topology
 from ztk.core.runtime.rendezvous import Meeting, meet, set_places
+from ztk.kernels.shared import attention_choice
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Process:
         chosen = _choose_device(device, local_rank=local_rank)
         if not dist.is_initialized():
             _join(rank=rank, world=world, device=chosen, timeout=timeout, meeting=meeting)
+        attention_choice.agree_by(None if local_world == world else default_store())
         comm = connect(device=chosen, one_node=local_world == world, timeout_seconds=timeout_seconds)
         return Process(
             rank=rank,
@@ -105,6 +107,7 @@ class Process:
         self.comm.barrier()
         self.mesh.close()
         self.comm.close()
+        attention_choice.agree_by(None)
         dist.destroy_process_group()
 
 

@@ -8,13 +8,14 @@ that are visible to every row of the tile skip the mask, and invisible blocks ar
 `attention_backward`. FLOPs: forward 4 D per visible (query, key) pair and head, backward 10 D.
 
 Sequences are packed as [tokens, heads, D] inside; a batch [B, T, H, D] is B sequences of T tokens. Offsets are int64 per
-sequence and block, int32 only inside a tile.
+sequence and block, int32 only inside a tile. A library computes instead where it is faster (`ztk.kernels.shared.attention_choice`).
 
 Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
 import itertools
 import math
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -27,6 +28,7 @@ from ztk.kernels.launch.library import needs_reference, register
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.attention_backward import backward
+from ztk.kernels.shared import attention_choice
 from ztk.kernels.shared.attention_tiles import (
     Part,
     batch_view,
@@ -125,6 +127,25 @@ def _forward_for(
 def _launch_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    given = (q, k, v, cu_seqlens, T, causal, window, scale)
+    if attention_choice.is_open(q):
+        others = {}
+        if attention_choice.has_flash():
+            others[attention_choice.FLASH] = partial(_flash_fwd, *given)
+        if cu_seqlens is None and not window and attention_choice.has_cudnn():
+            others[attention_choice.CUDNN] = partial(_cudnn_fwd, *given)
+        chosen = attention_choice.choose(
+            "forward", q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=partial(_launch_own_fwd, *given),
+            others=others,
+        )  # fmt: skip
+        if chosen != attention_choice.OWN:
+            return others[chosen]()
+    return _launch_own_fwd(*given)
+
+
+def _launch_own_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     (tokens, H, D), num_packed = q.shape, None if cu_seqlens is None else cu_seqlens.numel() - 1
     forward, like_q, per_row = _forward_for(
         machine(q.device), tokens, H, D, q.dtype, k.shape[1], q.stride()[0], k.stride()[0], v.stride()[0], num_packed, T, causal, window,
@@ -135,6 +156,24 @@ def _launch_fwd(
     if tokens:
         forward.launch(q, k, v, out, lse, cu_seqlens)
     return out, lse
+
+
+def _flash_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    sizes = attention_choice.flash_sizes(q, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window)
+    out, lse, *_ = attention_choice.flash()._flash_attn_forward(q, k, v, **sizes, softmax_scale=scale, causal=causal)
+    return out, lse
+
+
+def _cudnn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    tokens, H, D = q.shape
+    views = (batch_view(x, first=0, count=tokens // T, T=T) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*views, None, True, 0.0, causal, scale=scale)
+    # [sequences, H, T, D] and [sequences, H, T] or [sequences, H, T, 1]
+    return out.transpose(1, 2).reshape(tokens, H, D), lse.reshape(-1, H, T).transpose(0, 1).reshape(H, tokens)
 
 
 def _cpu_fwd(

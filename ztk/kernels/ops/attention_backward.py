@@ -1,4 +1,4 @@
-"""Backward of `attention`: three kernels, no atomics, P recomputed from lse, or a library's (`ztk.kernels.shared.backward_choice`).
+"""Backward of `attention`: three kernels, no atomics, P recomputed from lse, or a library's (`ztk.kernels.shared.attention_choice`).
 
     delta = rowsum(out * d_out)
     dV = P^T d_out          dS = P * (d_out V^T - delta)
@@ -10,7 +10,6 @@ products in all. Five would do in one kernel if dQ were added over blocks of key
 for which programs wait for each other.
 """
 
-import importlib
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from ztk.kernels.launch.grids import cdiv, next_power_of_2
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register
 from ztk.kernels.launch.machine import Machine, machine
-from ztk.kernels.shared import backward_choice
+from ztk.kernels.shared import attention_choice
 from ztk.kernels.shared.attention_tiles import (
     Part,
     batch_view,
@@ -200,24 +199,16 @@ def _launch_bwd(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     T: int, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if backward_choice.has_library() and q.shape[0] and q.element_size() == 2:
-        given = (d_out, q, k, v, out, lse, cu_seqlens, T, causal, window, scale)
-        own, other = (partial(run, *given) for run in (_launch_own_bwd, _library_bwd))
-        # Lengths of packed sequences differ from batch to batch: one choice for all of a size.
-        packed = (0, T) if cu_seqlens is None else (next_power_of_2(cu_seqlens.numel() - 1), next_power_of_2(T))
-        key = (
-            *backward_choice.versions(q.device),
-            *q.shape,
-            k.shape[1],
-            str(q.dtype),
-            q.stride(0),
-            *packed,
-            causal,
-            window,
-        )
-        if backward_choice.choose(key, own=own, other=other) == backward_choice.LIBRARY:
-            return other()
-    return _launch_own_bwd(d_out, q, k, v, out, lse, cu_seqlens, T, causal, window, scale)
+    given = (d_out, q, k, v, out, lse, cu_seqlens, T, causal, window, scale)
+    if attention_choice.is_open(q):
+        others = {attention_choice.FLASH: partial(_flash_bwd, *given)} if attention_choice.has_flash() else {}
+        chosen = attention_choice.choose(
+            "backward", q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=partial(_launch_own_bwd, *given),
+            others=others,
+        )  # fmt: skip
+        if chosen != attention_choice.OWN:
+            return others[chosen]()
+    return _launch_own_bwd(*given)
 
 
 def _launch_own_bwd(
@@ -240,18 +231,27 @@ def _launch_own_bwd(
     return d_q, d_k, d_v
 
 
-def _library_bwd(
+def _flash_bwd(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     T: int, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """By FlashAttention-3, whose packed sequences have the same layouts of q [tokens, H, D] and lse [H, tokens]"""
-    backward = importlib.import_module(backward_choice.PACKAGE)._flash_attn_backward
-    offsets = torch.arange(0, len(q) + 1, T, dtype=torch.int32, device=q.device) if cu_seqlens is None else cu_seqlens
     d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    backward(
-        d_out, q, k, v, out, lse, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=T, max_seqlen_k=T, dq=d_q, dk=d_k, dv=d_v,
-        softmax_scale=scale, is_causal=causal, window_size_left=window - 1, window_size_right=0 if causal else -1, deterministic=True,
-    )  # fmt: skip
+    sizes = attention_choice.flash_sizes(q, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window)
+    attention_choice.flash()._flash_attn_backward(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        **sizes,
+        dq=d_q,
+        dk=d_k,
+        dv=d_v,
+        softmax_scale=scale,
+        is_causal=causal,
+        deterministic=True,
+    )
     return d_q, d_k, d_v
 
 
