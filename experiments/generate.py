@@ -34,7 +34,7 @@ from ztk.inference.packed import MANIFEST
 from ztk.nn.low_rank import Adapter
 from ztk.report import RunFolder
 from ztk.report.folder import PACKED
-from ztk.serve.models import Opened, checkpoint_of, open_model
+from ztk.serve.models import Opened, checkpoint_of
 from ztk.serve.packing import calibration_tokens, open_streamed, opened_unread
 from ztk.serve.text import TextStream
 from ztk.serve.weights import Expected
@@ -344,7 +344,7 @@ def answering(config: Config) -> Iterator[Answering | None]:
         comm = process.mesh.comm("tp")
         stored = _shared_perplexity(config, opened=opened, comm=comm)
         expected = expected_of(config, opened=opened)
-        options = {"draft": _draft(config), "adapters": _adapters(config), "open_weights": expected and expected.opened}
+        options = {"adapters": _adapters(config), "open_weights": expected and expected.opened}
         generator = Generator(opened.module, policy=_calibrated(config, opened=opened), comm=comm, **options)
         if streams_layers(config) and config.offload.nvme_path is None:
             with suppress(OSError):  # another rank's part still exists
@@ -381,8 +381,8 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
         with opened_unread(path, ema=ema) as opened:
             policy = _calibrated(config, opened=opened)
             expected = expected_of(config, opened=opened)
-            options = {"draft": _draft(config), "adapters": adapters, "open_weights": expected and expected.opened}
-            generator = Generator(opened.module, policy=policy, **options)
+            open_weights = expected and expected.opened
+            generator = Generator(opened.module, policy=policy, adapters=adapters, open_weights=open_weights)
             if generator.plan is not None:
                 print(generator.plan, flush=True)
             return opened, generator
@@ -391,7 +391,7 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
         options = {"calibration": config.inference.calibration, "on_packed": _say_packed}
         opened = open_streamed(path, weights=_format(config), to=to, ema=ema, **options)
         policy = _policy(config) if isinstance(opened.module, Packed) else _calibrated(config, opened=opened)
-        generator = Generator(opened.module, policy=policy, draft=_draft(config))
+        generator = Generator(opened.module, policy=policy)
     finally:
         if config.offload.nvme_path is None:
             shutil.rmtree(to, ignore_errors=True)
@@ -408,16 +408,6 @@ def _adapters(config: Config) -> dict[str, Adapter]:
         except ValueError as error:
             raise ValueError(f"inference.adapters.{name}={path}: {error}") from error
     return found
-
-
-def _draft(config: Config) -> nn.Module | None:
-    path = config.inference.draft_model
-    if path is None:
-        return None
-    module = open_model(path).module
-    if isinstance(module, Packed):
-        raise ValueError(f"inference.draft_model={path}: has packed weights; name the model itself")
-    return module
 
 
 def _say_packed(packed: Packed) -> None:
@@ -469,7 +459,7 @@ def _shared_perplexity(config: Config, *, opened: Opened, comm: Comm) -> float |
 def _as_stored(config: Config, *, to: str) -> InferencePolicy:
     policy = _policy(config)
     assert policy.offload is not None, "layers stream"
-    return replace(policy, weights="stored", draft_tokens=0, offload=replace(policy.offload, nvme_path=to))
+    return replace(policy, weights="stored", offload=replace(policy.offload, nvme_path=to))
 
 
 def _held_out(config: Config, *, opened: Opened) -> list[int]:

@@ -10,6 +10,7 @@ from torch import nn
 from ztk.nn import Decoder, DecoderConfig
 
 VOCABULARY = 96
+PAIRS = [token for other in range(VOCABULARY) for token in (7, other)] + [7]  # drafts follow 7 and any token
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tests.inference.models import VOCABULARY, build_decoder
+from tests.inference.models import VOCABULARY
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 
@@ -48,17 +48,12 @@ def run_schedule(
     comm: of ranks that share the model, each of which makes the call; nothing is returned on those that follow. watch: is called after each
     step."""
     chance = random.Random(seed)
-    own, draft = random.Random(f"draft {seed}"), None
-    if policy.get("weights") != "fp8" and own.random() < 1 / 3:  # a draft model takes no fp8
-        draft = build_decoder(layers=1, vocab_size=model.config.vocab_size)
     generator = Generator(
         model,
-        draft=draft,
         policy=InferencePolicy(
             max_sequences=chance.randint(1, 7),
             max_step_tokens=chance.choice([1, 3, 8, 17, 64, 65, 200, 512]),
             lookup_tokens=chance.choice([0, 0, 1, 3, 6]),
-            draft_tokens=0 if draft is None else own.randint(1, 5),
             **policy,
         ),
         comm=comm,

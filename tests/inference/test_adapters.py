@@ -62,12 +62,12 @@ def apart(model, *, adapters, **policy):
     return found
 
 
-def run_mixed(model, *, adapters, seed: int, comm=None, draft=None, **policy):
+def run_mixed(model, *, adapters, seed: int, comm=None, **policy):
     """Runs every request with the base and with each adapter in one engine, in an order and at steps drawn from `seed`. Returns fingerprints by
     name, and the generator."""
     chance = random.Random(seed)
     options = {"max_sequences": chance.randint(4, 9), "max_step_tokens": chance.choice([17, 64, 200]), **policy}
-    generator = Generator(model, adapters=adapters, comm=comm, draft=draft, policy=InferencePolicy(**options))
+    generator = Generator(model, adapters=adapters, comm=comm, policy=InferencePolicy(**options))
     if generator.follows:
         generator.follow()
         return {}, generator
@@ -144,9 +144,9 @@ def test_a_shared_expert_has_an_adapter():
 
 
 def test_drafts_change_no_bit_of_an_adapter():
-    model, draft = build_decoder(), build_decoder(layers=1)
+    model = build_decoder()
     adapters = {name: adapter_of(model, seed=seed) for seed, name in enumerate(NAMES[1:])}
-    found, _ = run_mixed(model, adapters=adapters, seed=3, draft=draft, draft_tokens=3)
+    found, _ = run_mixed(model, adapters=adapters, seed=3, lookup_tokens=3)
     assert found == apart(model, adapters=adapters)
 
 

@@ -1,7 +1,5 @@
 """The engine's interface: answers, streams, scores, errors, weights from a training engine."""
 
-import copy
-import itertools
 import re
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 import ztk
-from tests.inference.models import VOCABULARY, build, build_decoder
+from tests.inference.models import PAIRS, VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.masks import packed_mask
 from ztk.inference.sample import Cut, Draw, draw, draw_rows, select, selects, uniform
@@ -250,15 +248,15 @@ def test_each_sampling_step_has_its_effect(model, options, check):
     ids=["nothing", "another size", "an error"],
 )  # fmt: skip
 def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message, kernels):
-    """Also when a draft model checks a draft with the mask."""
-    draft = {"policy": InferencePolicy(draft_tokens=4, kernels=kernels), "draft": model}
-    expected = Generator(model, **draft).generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))
-    generator = Generator(model, **draft)
+    """Also when the mask checks drafts."""
+    policy = InferencePolicy(lookup_tokens=4, kernels=kernels)
+    expected = Generator(model, policy=policy).generate([PAIRS], sampling=SamplingParams(max_tokens=8, temperature=0))
+    generator = Generator(model, policy=policy)
     sampling = [
         SamplingParams(max_tokens=8, temperature=0),
         SamplingParams(max_tokens=8, temperature=0, token_mask=mask),
     ]
-    [other], [broken] = generator.generate([PROMPT, PROMPT], sampling=sampling)
+    [other], [broken] = generator.generate([PAIRS, PAIRS], sampling=sampling)
     assert other.tokens == expected[0][0].tokens
     assert broken.finish_reason == "error" and re.search(message, broken.error) and len(broken.tokens) == 2
     assert not generator.has_work and len(generator._scheduler.slots._free) == 32
@@ -295,35 +293,6 @@ def test_drafts_that_are_right_save_steps():
             steps[lookup] += 1
         assert [output.token for output in outputs] == [(20 + place) % 32 for place in range(40)], request
     assert steps == {0: 40, 4: 9}  # the prompt gives one token, each further step the draft's four and one more
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_draft_model_that_is_near_saves_steps_and_changes_no_token(model, temperature):
-    """The draft is the model itself with a little noise; a far one saves nothing and changes nothing either."""
-    sampling = SamplingParams(max_tokens=40, temperature=temperature, n=2, seed=5)
-    expected = Generator(model).generate([PROMPT, PROMPT[:2]], sampling=sampling)
-    near, far, steps = copy.deepcopy(model), build_decoder(layers=1), []
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    for draft in (near, far):
-        generator, count = Generator(model, policy=InferencePolicy(draft_tokens=4), draft=draft), itertools.count(1)
-        step = generator._advance
-        generator._advance = lambda step=step, count=count: steps.append(next(count)) or step()
-        found = generator.generate([PROMPT, PROMPT[:2]], sampling=sampling)
-        for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-            assert one.tokens == other.tokens and torch.equal(one.logprobs, other.logprobs)
-    near_steps = steps[: steps.index(1, 1)]
-    assert len(near_steps) < 30 and len(steps) - len(near_steps) > 30
-
-
-def test_draft_models_that_do_not_fit_are_refused(model):
-    with pytest.raises(ValueError, match="inference.draft_tokens=4 without a draft model: give both, or neither"):
-        Generator(model, policy=InferencePolicy(draft_tokens=4))
-    with pytest.raises(ValueError, match="inference.draft_tokens=0 with a draft model"):
-        Generator(model, draft=model)
-    with pytest.raises(ValueError, match="the draft model has 40 tokens and the model 96"):
-        Generator(model, policy=InferencePolicy(draft_tokens=1), draft=build_decoder(vocab_size=40))
 
 
 def test_logits_that_are_not_finite_end_their_request_alone_and_name_the_layer():

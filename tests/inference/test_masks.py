@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.inference.models import VOCABULARY, build_decoder
+from tests.inference.models import PAIRS, VOCABULARY, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.masks import pack, packed_mask, refused_by
 from ztk.inference.sample import Draw, draw, draw_rows
@@ -39,11 +39,9 @@ class Counting:
         return answer[-1] >= self.last
 
 
-def generated(kernels, *, sampling, draft=0, **options):
-    model = build_decoder()
-    policy = InferencePolicy(kernels=kernels, draft_tokens=draft, **options)
-    generator = Generator(model, policy=policy, draft=model if draft else None)
-    found = generator.generate([PROMPT] * len(sampling), sampling=sampling)
+def generated(kernels, *, sampling, prompt=PROMPT, **options):
+    generator = Generator(build_decoder(), policy=InferencePolicy(kernels=kernels, **options))
+    found = generator.generate([prompt] * len(sampling), sampling=sampling)
     assert not generator.has_work
     return [answer for [answer] in found]
 
@@ -102,14 +100,15 @@ def test_each_set_of_tokens_is_kept_to(kernels):
 
 
 @KERNELS
-@pytest.mark.parametrize("draft", [0, 3])
-def test_a_grammar_applies_to_its_answer_only(kernels, draft):
-    """Also after guesses of a draft model, whose states are taken back; bits of the others are those without it."""
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_a_grammar_applies_to_its_answer_only(kernels, lookup):
+    """Also after drafts, whose states are taken back; bits of the others are those without it."""
+    options = {"prompt": PAIRS, "lookup_tokens": lookup}
     others = [SamplingParams(max_tokens=9, seed=seed, temperature=0.7 * (seed % 2)) for seed in range(4)]
     others.append(SamplingParams(max_tokens=9, seed=9, top_k=5))
-    alone = generated(kernels, sampling=others, draft=draft)
+    alone = generated(kernels, sampling=others, **options)
     counting = [SamplingParams(max_tokens=20, seed=seed, grammar=Counting(10, 20)) for seed in range(2)]
-    found = generated(kernels, sampling=[*others, *counting], draft=draft)
+    found = generated(kernels, sampling=[*others, *counting], **options)
     for one, own in zip(alone, found[:5], strict=True):
         assert one.tokens == own.tokens and torch.equal(one.logprobs, own.logprobs)
         assert torch.equal(one.processed_logprobs, own.processed_logprobs)

@@ -31,11 +31,9 @@ def model():
 
 
 def held(generator: Generator) -> int:
-    """Bytes of all blocks, including a draft model's, of copies of preempted ones, and of attention's memory."""
-    drafts = generator._scheduler._draft_model
-    caches = [generator._cache] + ([] if drafts is None else [drafts.cache])
-    copies = sum(copy.nbytes for copy in generator._cache._copies.values())
-    return copies + sum(cache.nbytes + cache.scratch.nbytes for cache in caches)
+    """Bytes of all blocks, of copies of preempted ones, and of attention's memory."""
+    cache = generator._cache
+    return cache.nbytes + cache.scratch.nbytes + sum(copy.nbytes for copy in cache._copies.values())
 
 
 def resident() -> int:
@@ -56,7 +54,7 @@ def test_a_cache_takes_memory_where_it_is_written(model):
 
 
 def test_random_schedules_in_little_memory_change_no_bit(model):
-    """Lookups, draft models, prefixes, several answers and cancelled requests among them; places for one long text or three short ones."""
+    """Lookups, prefixes, several answers and cancelled requests among them; places for one long text or three short ones."""
     expected, running = alone(model, requests=LONG), set()
     for seed in range(4):
         tokens = UNIT * (3 + seed % 2)
@@ -71,26 +69,24 @@ def test_random_schedules_in_little_memory_change_no_bit(model):
     assert {1, 3} <= running
 
 
-def needed(model, *, policy: InferencePolicy, draft) -> int:
+def needed(model, *, policy: InferencePolicy) -> int:
     """Bytes that the error names for `policy.cache_tokens`. They depend on the processor: a step needs more where products are not joined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capacity, "free_memory", lambda: 1000)
         with pytest.raises(
             ValueError, match=r"cache_tokens=\d+ need \d+ bytes with the working memory of a step.*and 1000 are free"
         ) as told:
-            Generator(model, policy=policy, draft=draft)
+            Generator(model, policy=policy)
     return int(str(told.value).split()[2])
 
 
-@pytest.mark.parametrize(("draft_tokens", "tokens"), [(0, 1024), (3, 960)])
-def test_a_cache_stays_below_the_free_memory(model, monkeypatch, draft_tokens, tokens):
-    """All memory in use at one time, with copies of preempted sequences and attention's memory. The free bytes are enough for `tokens`."""
-    draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
-    policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens)
-    free = needed(model, policy=replace(policy, cache_tokens=tokens), draft=draft)
+def test_a_cache_stays_below_the_free_memory(model, monkeypatch):
+    """All memory in use at one time, with copies of preempted sequences and attention's memory. The free bytes are enough for 1024 tokens."""
+    policy = InferencePolicy(max_step_tokens=64)
+    free = needed(model, policy=replace(policy, cache_tokens=1024))
     monkeypatch.setattr(capacity, "free_memory", lambda: free)
-    generator = Generator(model, policy=policy, draft=draft)
-    assert generator._cache.blocks == tokens // BLOCK
+    generator = Generator(model, policy=policy)
+    assert generator._cache.blocks == 1024 // BLOCK
     running, most = [], 0
     for prompt, sampling in [*LONG, *LONG]:
         generator.submit(prompt, sampling=sampling)
@@ -102,14 +98,12 @@ def test_a_cache_stays_below_the_free_memory(model, monkeypatch, draft_tokens, t
     assert min(running[: len(running) // 2]) < 10 < max(running)  # a long text leaves little room
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_tokens_are_refused_without_memory_to_compute_them(model, monkeypatch, draft_tokens):
-    """The number in the error is enough for blocks and their copies, attention's memory and the draft model's."""
-    draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
-    policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens, cache_tokens=6 * UNIT)
-    free = needed(model, policy=policy, draft=draft)
+def test_tokens_are_refused_without_memory_to_compute_them(model, monkeypatch):
+    """The number in the error is enough for blocks and their copies, and attention's memory."""
+    policy = InferencePolicy(max_step_tokens=64, cache_tokens=6 * UNIT)
+    free = needed(model, policy=policy)
     monkeypatch.setattr(capacity, "free_memory", lambda: free)
-    generator, most = Generator(model, policy=policy, draft=draft), 0
+    generator, most = Generator(model, policy=policy), 0
     for prompt, sampling in LONG:
         generator.submit(prompt, sampling=sampling)
     while generator.has_work:

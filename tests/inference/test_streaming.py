@@ -84,24 +84,6 @@ def test_streamed_layers_change_no_bit_and_their_bytes_are_counted(family, weigh
     generator.close()
 
 
-def test_a_plan_counts_a_draft_models_memory(tmp_path):
-    """A draft model's blocks, layers and scratch memory fit into the allowed bytes; drafts change no bit."""
-    model, draft = build_decoder(layers=6), build_decoder(layers=2)
-    packed = packed_model(model, folder=tmp_path / "packed")
-    options = {"offload": offload(tmp_path), "max_sequences": 3, "max_step_tokens": ROWS}
-    plain = Generator(packed, policy=InferencePolicy(**options))
-    policy = InferencePolicy(**options, draft_tokens=2, memory_bytes=1 << 30)
-    drafting = Generator(packed, policy=policy, draft=draft)
-    own, more = plain.plan.sizes, drafting.plan.sizes
-    drafts = drafting._scheduler._draft_model
-    assert values(drafting.generate(PROMPTS, sampling=SAMPLING)) == values(plain.generate(PROMPTS, sampling=SAMPLING))
-    blocks, held = [drafting._cache.nbytes, drafts.cache.nbytes], sum(one.nbytes for one in drafts.model.products())
-    assert sum(blocks) == 3 * more.sequence and blocks[1] == 3 * (more.sequence - own.sequence)
-    assert 0 < held + drafts.cache.scratch.nbytes <= more.fixed - own.fixed
-    for generator in (plain, drafting):
-        generator.close()
-
-
 def test_a_buffer_that_is_refilled_too_early_is_noticed(tmp_path, monkeypatch):
     """Planted: the next layer is read into the buffer of the current one."""
     model = build_decoder(layers=6)

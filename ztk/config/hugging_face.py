@@ -14,7 +14,7 @@ from ztk.core.policies.records import weight_files
 from ztk.core.policies.runs import HUGGING_FACE, is_hugging_face
 
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
-_MODELS = (("model", "path"), ("inference", "model"), ("inference", "draft_model"))
+_MODELS = (("model", "path"), ("inference", "model"))
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DROPS = ("dropout", "pdrop", "layerdrop")

@@ -11,7 +11,7 @@ S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.0
 
 [Note: Bytes of blocks]
 A cache has a block for every 64 tokens of as many sequences as may run, or as many as fit. Memory also holds a step's activations and
-logits, the draft model's blocks, and on a CPU attention's working memory, which depends on the longest sequence. Where there is no room
+logits, and on a CPU attention's working memory, which depends on the longest sequence. Where there is no room
 for all sequences at their longest, blocks of preempted ones are copied out, to main memory: on a CPU the same memory has to have room for
 the copies. A preempted sequence continues before any new one begins, so there are never more copies than blocks. On a GPU a fifth of the
 free memory stays for a step.
@@ -28,7 +28,6 @@ from ztk.core.runtime.system_memory import available_memory
 from ztk.inference.base import Model
 from ztk.inference.cache import block_bytes
 from ztk.inference.describe import Description
-from ztk.inference.draft import PROMPT_TOKENS
 from ztk.inference.parts import Item
 from ztk.inference.placement import Placement
 from ztk.inference.ranks import Ranks
@@ -135,15 +134,6 @@ class StreamPlan:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting:
-    """A draft model. nbytes: bytes of its linear layers and head. working: working memory of a step, for a prompt."""
-
-    description: Description
-    nbytes: int
-    working: int
-
-
 def sizes_of(
     description: Description,
     *,
@@ -154,25 +144,19 @@ def sizes_of(
     sequences: int,
     dtype: torch.dtype = torch.float32,
     on_cpu: bool = True,
-    drafting: Drafting | None = None,
 ) -> Sizes:
-    """The bytes that a model takes for up to `sequences` sequences of `positions` tokens, with the draft model's. fixed: bytes without
-    layers, cache, activations. dtype: dtype of keys and values. on_cpu: attention needs working memory; otherwise the draft model's
-    memory is not the device's."""
-    of, drafted = description, 0
+    """The bytes that a model takes for up to `sequences` sequences of `positions` tokens. fixed: bytes without layers, cache, activations.
+    dtype: dtype of keys and values. on_cpu: attention needs working memory."""
+    of = description
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
     blocks = -(-positions // BLOCK)
-    if drafting is not None and on_cpu:
-        drafted = block_bytes(drafting.description, dtype=torch.float32)
-        token, batched = _attention_bytes(drafting.description, sequences=sequences)
-        fixed += drafting.nbytes + drafting.working + token * blocks * BLOCK + batched
     token, batched = _attention_bytes(of, sequences=sequences) if on_cpu else (0, 0)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
         fixed=fixed + token * blocks * BLOCK + batched,
-        sequence=(block_bytes(of, dtype=dtype) + drafted) * blocks,
+        sequence=block_bytes(of, dtype=dtype) * blocks,
         row=row_bytes(of, inner=inner),
         logits=row_logits_bytes(of),
     )
@@ -314,11 +298,9 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-def cache_blocks(
-    model: Model, *, policy: InferencePolicy, slots: int, positions: int, draft: Model | None, ranks: Ranks | None
-) -> tuple[int, int]:
-    """Blocks of the cache of `slots` sequences of up to `positions` tokens, and of the draft model's: see [Note: Bytes of blocks]. All
-    ranks that share the model make the call and get the minimum.
+def cache_blocks(model: Model, *, policy: InferencePolicy, slots: int, positions: int, ranks: Ranks | None) -> int:
+    """Blocks of the cache of `slots` sequences of up to `positions` tokens: see [Note: Bytes of blocks]. All ranks that share the model
+    make the call and get the minimum.
 
     Raises:
         ValueError: the memory is too small for the shortest sequence, or for `policy.cache_tokens`.
@@ -326,7 +308,7 @@ def cache_blocks(
     of, on_cpu = model.description, model.placement.device.type == "cpu"
     wanted = slots * -(-positions // BLOCK)
     block = block_bytes(of, dtype=cache_dtype(policy, model=model))
-    shared, working, copies, drafted = 0, 0, 1, 0
+    shared, working, copies = 0, 0, 1
     if on_cpu:
         shared, batched = _attention_bytes(of, sequences=slots)
         working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of) + batched
@@ -340,14 +322,6 @@ def cache_blocks(
         held += of.vocab_size * of.dim * model.placement.dtype.itemsize  # the embedding
         step = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
         free = min(free, policy.memory_bytes - held - (0 if on_cpu else step))
-    if draft is not None:
-        own, more = _attention_bytes(draft.description, sequences=slots)
-        each, more = block_bytes(draft.description, dtype=torch.float32), more + _working(draft, rows=PROMPT_TOKENS)
-        if on_cpu:
-            block, shared, working = block + each, shared + own, working + more
-        else:
-            room = int(_BESIDE_BLOCKS * free_memory()) - more
-            drafted = _fitting(wanted, positions=positions, free=room, block=each, shared=own, copies=1)
     room = free - working
     if policy.cache_tokens is not None:
         blocks = min(wanted, policy.cache_tokens // BLOCK)
@@ -355,9 +329,8 @@ def cache_blocks(
         needed = held + shared * min(positions, blocks * BLOCK) + working
         if needed > free:
             raise ValueError(
-                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with the working memory of a step, attention, a draft "
-                f"model and copies of preempted sequences, and {free} are free: lower it, inference.max_model_len or "
-                "inference.max_step_tokens"
+                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with the working memory of a step, attention and "
+                f"copies of preempted sequences, and {free} are free: lower it, inference.max_model_len or inference.max_step_tokens"
             )
         room = policy.cache_tokens * block // BLOCK
     else:
@@ -369,7 +342,7 @@ def cache_blocks(
             f"the cache may take {max(0, room)} bytes, and the shortest sequence needs {copies * block + BLOCK * shared}: raise "
             "inference.cache_tokens, or free memory"
         )
-    return blocks, blocks if on_cpu else drafted
+    return blocks
 
 
 def _fitting(wanted: int, *, positions: int, free: int, block: int, shared: int, copies: int) -> int:
@@ -387,12 +360,6 @@ def cache_dtype(policy: InferencePolicy, *, model: Model) -> torch.dtype:
 
 def _attention_bytes(of: Description, *, sequences: int) -> tuple[int, int]:
     return attention_bytes(heads=of.heads, kv_heads=of.kv_heads, head_dim=of.head_dim, sequences=sequences)
-
-
-def drafting_of(model: Model) -> Drafting:
-    """Memory of a draft model used with streamed layers."""
-    nbytes = sum(product.nbytes for product in model.products())
-    return Drafting(description=model.description, nbytes=nbytes, working=_working(model, rows=PROMPT_TOKENS))
 
 
 def _working(model: Model, *, rows: int) -> int:

@@ -19,9 +19,8 @@ from ztk.core.policies.inference import InferencePolicy
 from ztk.core.runtime.comm import Comm
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.base import Model
-from ztk.inference.capacity import drafting_of
 from ztk.inference.graphs import graphs_of
-from ztk.inference.memory import check_draft, find_scales, open_draft, shared_memory
+from ztk.inference.memory import find_scales, shared_memory
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
@@ -37,7 +36,6 @@ from ztk.nn.low_rank import Adapter
 class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
-    draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
     adapters: LoRA adapters by name, for requests that name one: see [Note: Exact adapters] in ztk/inference/adapters.py.
     open_weights: opens the weights of a folder for `switch`, on every rank.
     comm: communicates between the ranks that share the model, each of which makes a generator. Defaults to one rank. The first one answers,
@@ -62,7 +60,6 @@ class Generator:
         *,
         policy: InferencePolicy | None = None,
         comm: Comm | None = None,
-        draft: nn.Module | None = None,
         adapters: Mapping[str, Adapter] | None = None,
         open_weights: Callable[[str], AbstractContextManager[UnreadModel]] | None = None,
     ) -> None:
@@ -71,10 +68,7 @@ class Generator:
         self._open_weights = open_weights
         self._adapters = dict(adapters or {})
         with opening(self._ranks):
-            follows = self._ranks is not None and self._ranks.comm.rank > 0
-            drafter = open_draft(draft, policy=chosen, follows=follows)
-            drafting = None if drafter is None else drafting_of(drafter)
-            self._opening = Opening(policy=chosen, ranks=self._ranks, drafting=drafting, adapters=self._adapters)
+            self._opening = Opening(policy=chosen, ranks=self._ranks, adapters=self._adapters)
             opened = self._opening.open(model)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
@@ -88,17 +82,11 @@ class Generator:
             self._lone = check_model(self._model)
             settle_products(self._model, exact=self._lone)
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-            check_draft(drafter, vocabulary=self.description.vocab_size)
         with opening(self._ranks):  # all have come so far, and agree on the memory's size
             if opened.streamed is None or self._model.placement.by_kernels:  # the processor's own products have one way
                 check_draws(self._model)
             self._cache, self._scheduler = shared_memory(
-                self._model,
-                policy=self.policy,
-                positions=self.max_len,
-                plan=self.plan,
-                draft=drafter,
-                ranks=self._ranks,
+                self._model, policy=self.policy, positions=self.max_len, plan=self.plan, ranks=self._ranks
             )
         leads = self._ranks is not None and self._ranks.comm.rank == 0
         self._computing = (

@@ -20,7 +20,6 @@ from ztk.inference.capacity import (
     MOST_SEQUENCES,
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
-    Drafting,
     StreamPlan,
     cache_dtype,
     first_buffers,
@@ -98,14 +97,13 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """How models are opened. ranks: that share the layers. drafting: counted in a plan. adapters: by name.
+    """How models are opened. ranks: that share the layers. adapters: by name.
 
     The ranks of a training engine, and ranks that share the layers, all make the calls.
     """
 
     policy: InferencePolicy
     ranks: Ranks | None = None
-    drafting: Drafting | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     def open(self, model: "nn.Module | TrainingEngine | UnreadModel | Packed") -> Opened:
@@ -313,20 +311,12 @@ class Opening:
     ) -> Opened:
         """The model over the file's layers, as planned for all ranks that share it: with the largest part, the least memory and the slowest
         rank. fixed: bytes that stay in the memory of the device in addition to layers and threads."""
-        policy, ranks, drafting, of, placement = (
-            self.policy,
-            self.ranks,
-            self.drafting,
-            model.description,
-            model.placement,
-        )
+        policy, ranks, of, placement = self.policy, self.ranks, model.description, model.placement
         assert policy.offload is not None, "layers are streamed"
         positions = min(policy.max_model_len or of.max_len, of.max_len)
         on_cpu = placement.device.type == "cpu"
         if on_cpu:
             fixed += policy.offload.threads * policy.offload.block_bytes
-        if drafting is not None and policy.memory_bytes is None:
-            drafting = replace(drafting, nbytes=0)  # its memory is already excluded from the free memory
         sizes = sizes_of(
             of,
             items=file.items,
@@ -336,7 +326,6 @@ class Opening:
             sequences=policy.max_sequences or MOST_SEQUENCES,
             dtype=cache_dtype(policy, model=model),
             on_cpu=on_cpu,
-            drafting=drafting,
         )
         budget = self._budget(placement.device)
         if ranks is not None:

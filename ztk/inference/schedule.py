@@ -3,9 +3,8 @@
 from collections import deque
 
 from ztk.core.policies.inference import InferencePolicy
-from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.requests import Sequence, Work
-from ztk.inference.slots import Slots
+from ztk.inference.slots import Slots, common_length
 
 _LEAST_CHUNK = 32  # tokens of prompts in a step, however slow it is
 _MEASURED = _LEAST_CHUNK // 2  # tokens of prompts in a step that is measured, so that steps of the least chunk are
@@ -19,8 +18,8 @@ class Scheduler:
     new ones and continues where it stopped.
     """
 
-    def __init__(self, policy: InferencePolicy, *, slots: Slots, drafts: DraftModel | None = None) -> None:
-        self._policy, self.slots, self._draft_model = policy, slots, drafts
+    def __init__(self, policy: InferencePolicy, *, slots: Slots) -> None:
+        self._policy, self.slots = policy, slots
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.reused_tokens = 0
@@ -118,28 +117,14 @@ class Scheduler:
         return soon >= _WORTH_WAITING and soon - self.slots.reusable(sequence) >= _WORTH_WAITING
 
     def _drafts(self, ready: list[Sequence], *, room: int) -> dict[Sequence, list[int]]:
-        """Tokens that may come next, `room` in all: those that followed the last two tokens before, else the draft model's."""
-        found, asked = {}, []
-        if not self._policy.lookup_tokens and self._draft_model is None:
-            return found
-        for sequence in ready:
-            found[sequence] = self._looked_up(
-                sequence, count=self._most(sequence, wanted=self._policy.lookup_tokens, room=room)
-            )
-            room -= len(found[sequence])
-        for sequence in ready if self._draft_model is not None else ():
-            count = 0 if found[sequence] else self._most(sequence, wanted=self._policy.draft_tokens, room=room)
-            if count > 0:
-                asked.append((sequence, count))
-                room -= count
-        if asked and self._draft_model is not None:
-            proposed = self._draft_model.propose(asked)
-            found |= {sequence: drafts for (sequence, _), drafts in zip(asked, proposed, strict=True)}
+        """Tokens that may come next, `room` in all: those that followed the last two tokens before."""
+        found = {}
+        if self._policy.lookup_tokens:
+            for sequence in ready:
+                left = sequence.limit - len(sequence.answer) - 1  # the last token of an answer is drawn, not guessed
+                found[sequence] = self._looked_up(sequence, count=min(self._policy.lookup_tokens, left, room))
+                room -= len(found[sequence])
         return found
-
-    def _most(self, sequence: Sequence, *, wanted: int, room: int) -> int:
-        """Maximum number of guesses. The last token of an answer is drawn, not guessed."""
-        return min(wanted, sequence.limit - len(sequence.answer) - 1, room)
 
     def _looked_up(self, sequence: Sequence, *, count: int) -> list[int]:
         """The tokens that followed an earlier occurrence of the last two tokens."""

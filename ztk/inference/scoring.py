@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
 
-from ztk.inference.draft import common_length
+from ztk.inference.slots import common_length
 
 _AT_ONCE = 64  # windows whose log-probabilities are in memory together
 

@@ -4,7 +4,6 @@ from collections import deque
 
 from ztk.inference.blocks import BlockPool
 from ztk.inference.cache import Cache
-from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.requests import Owner, Sequence
 from ztk.kernels.shared.cached_attention import BLOCK
 
@@ -16,8 +15,8 @@ class Slots:
     compute them. Preemption copies blocks elsewhere, so that nothing is computed twice.
     """
 
-    def __init__(self, cache: Cache, *, count: int, draft_model: DraftModel | None) -> None:
-        self._count, self._cache, self._draft_model, self.preempted = count, cache, draft_model, 0
+    def __init__(self, cache: Cache, *, count: int) -> None:
+        self._count, self._cache, self.preempted = count, cache, 0
         self._saved: dict[Sequence, list[int]] = {}  # copies of preempted sequences' blocks
         self._begin()
 
@@ -117,8 +116,6 @@ class Slots:
         for copies in self._saved.values():
             self._cache.drop(copies)
         self._saved.clear()
-        if self._draft_model is not None:
-            self._draft_model.reset()
         self._begin()
 
     def _give(self, sequence: Sequence, *, blocks: list[int], computed: int) -> None:
@@ -132,8 +129,6 @@ class Slots:
         self._members.remove(sequence)
         self.pool.release(sequence.slot, keep=keep, tokens=self._contents[sequence.slot], owner=sequence.owner)
         self._contents[sequence.slot] = []
-        if self._draft_model is not None:
-            self._draft_model.leave(sequence.slot)
         self._free.append(sequence.slot)
         sequence.slot = -1
 
@@ -174,3 +169,11 @@ class Slots:
         if self._owners[slot] != sequence.owner:
             return 0
         return common_length(self._contents[slot], other=sequence.tokens[:-1])
+
+
+def common_length(first: list[int], *, other: list[int]) -> int:
+    """Length of the common beginning of two lists of tokens."""
+    length = min(len(first), len(other))
+    if first[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if first[place] != other[place])

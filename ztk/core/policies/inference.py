@@ -58,10 +58,6 @@ _IN_MEMORY = When(
     "task=generate or serve, without offload",
     lambda config, machine: _PROMPTED.test(config, machine) and not _STREAMS.test(config, machine),
 )
-_DRAFTS = When(
-    f"inference.draft_model=FOLDER, and {_PROMPTED.words}",
-    lambda config, machine: _PROMPTED.test(config, machine) and config.inference.draft_model is not None,
-)
 
 
 def _adapters(config: "Config") -> Iterator[str]:
@@ -93,8 +89,6 @@ class InferencePolicy:
         schedule depends on the requests alone; task=generate and serve set 0.5.
     lookup_tokens: the last two tokens are looked up in the sequence itself (Saxena 2023, prompt lookup decoding). A draft is accepted only
         if it is the token that would have been drawn.
-    draft_tokens: guesses by the generator's draft model, if the look-up finds nothing. It needs one, so 0 is the default, and task=generate and
-        serve set 4.
     weights: see [Note: Quantised weights] in ztk/inference/quantised.py. By kernels stored is the dtype of the module's parameters on a GPU,
         and fp8 needs kernels, see `ztk.kernels.shared`.
     calibration: with int4, tokens of a text. Weights are chosen for small errors of each layer's outputs on it, see
@@ -149,12 +143,6 @@ class InferencePolicy:
         default=0,
         range=COUNT_OR_ZERO,
         acts=_PROMPTED,
-    )
-    draft_tokens: int = key(
-        "draft tokens per step of inference.draft_model; 0: none. They change no token",
-        default=0,
-        range=COUNT_OR_ZERO,
-        acts=_DRAFTS,
     )
     weights: str = key(
         "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
@@ -228,12 +216,6 @@ class InferenceConfig(InferencePolicy):
         optional=True,
         paths=Paths(kind="folder", named=True, fix="name one that peft has saved, or a run with lora=adapter"),
         contradicts=_adapters,
-    )
-    draft_model: str | None = key(
-        "a smaller model with the same tokens, run folder or folder of transformers, which drafts when the look-up finds nothing; null: none",
-        acts=_PROMPTED,
-        optional=True,
-        paths=Paths(kind="folder", fix="name the folder of a smaller model with the same tokens, or leave it out"),
     )
     calibration: str | None = key(
         "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
