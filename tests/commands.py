@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.ranks import forkserver
+from ztk.core.launch import processes
 from ztk.core.launch.processes import Child, before_start
 
 TIMEOUT_SECONDS = 240
@@ -49,10 +50,9 @@ def _command(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], 
     before_start(cores=None, parent=os.getppid())()
     _become(["run.py", *arguments], environment=environment, files=files)
     os.chdir(cwd)
-    from ztk.cli import main, session
+    from ztk.cli import main
 
-    session.start_process = _ForkedRank
-    session.Session._starter = lambda self, config: _ForkedRank  # a quick sweep's ranks, too
+    processes.start_process = _ForkedRank
     try:
         code = main()
     except SystemExit as ended:

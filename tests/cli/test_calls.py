@@ -51,7 +51,6 @@ def test_a_quick_sweep_returns_its_frames_goes_on_and_has_the_bits_of_runs_of_th
     ztk.sweep(*words, "sweep.quick=true", folder=folder, quiet=True, zero=["stage0", "stage3"])
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")} == before
 
-    # ranks of the sweep are forks of one interpreter; ranks of the run are new processes
     alone = ztk.run(*words, "train.quick=true", "zero=stage3", folder=tmp_path / "alone", quiet=True)
     assert set(found.runs["loss_digest"]) == set(alone.runs["loss_digest"])
     numbers = ["step", "loss", "grad_norm"]

@@ -7,20 +7,18 @@ from pathlib import Path
 from ztk import config as configuration
 from ztk.cli.interrupted import saving_notice
 from ztk.config import Config
-from ztk.core.launch import RankError, Start, run_ranks, start_process, worker_command
+from ztk.core.launch import RankError, run_ranks, worker_command
 from ztk.report.folder import SUMMARY, write_json
 from ztk.report.status import read_summary
 
 
-def run_until_done(config: Config, *, say: Callable[..., None], start: Start = start_process) -> None:
+def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
     """Runs the ranks of `config` on this machine.
 
     With `launch.elastic`, the remaining ranks continue from the latest checkpoint after signals killed some.
 
     Each start writes `config.yaml`; the logs of an earlier start are kept in `ranks-of-N`. GPUs of lost ranks are not used again. The
     summary lists the lost ranks as `lost_ranks`.
-
-    start: starts one rank.
 
     Raises:
         RankError: a rank failed in another way, or too few ranks are left.
@@ -42,7 +40,6 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
                 drain_seconds=config.serve.drain_seconds or 0.0,  # set for task=serve only
                 save_seconds=config.checkpoint.grace_seconds or 0.0,  # set only for tasks that train and save
                 on_signal=partial(say, saving_notice(config)),
-                start=start,
                 debug=launch.debug,
             )
             break

@@ -44,10 +44,8 @@ from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
 from ztk.core.launch import (
     ExternalRank,
-    Forker,
     RankError,
     RankFailure,
-    Start,
     earlier_cause,
     failure_from,
     failure_of,
@@ -55,11 +53,9 @@ from ztk.core.launch import (
     first_cause,
     forget_failure,
     is_restart,
-    python_path,
     read_failure,
     remember_folder,
     restarted,
-    start_process,
 )
 from ztk.core.launch.output import is_lost, lasting_output
 from ztk.core.launch.signals import raise_noted
@@ -118,7 +114,6 @@ class Session:
             self._external = ExternalRank.of_environment()
         except ValueError as error:
             self._environment_fault = str(error)
-        self._forker: Forker | None = None
         self._ray: RayCluster | None = None
         self._parallel: int | None = None
         self._points: dict[Path, SlurmJob] = {}  # of a sweep, not yet submitted
@@ -164,7 +159,6 @@ class Session:
                 raise
             return Outcome.interrupted
         finally:
-            self._close_forker()
             self._wait_for_points(closes=True)
 
     def _obey(self, compose_and_run: Callable[[], None]) -> int:
@@ -340,7 +334,7 @@ class Session:
             return self._be_rank(config, owner=owner, is_done=settled.is_done)
         if config.launch.starter is Starter.ray:
             return self._start_on_ray(config, held=held)
-        return self._start_ranks(config, run=lambda: run_until_done(config, say=self._say, start=self._starter(config)))
+        return self._start_ranks(config, run=lambda: run_until_done(config, say=self._say))
 
     def _start_on_ray(self, config: Config, *, held: contextlib.ExitStack) -> Status:
         """Starts the ranks on Ray. A point of a sweep returns at once, and `_wait_for_points` waits for its end.
@@ -551,26 +545,6 @@ class Session:
             _remove_if_empty(folder / "nvme")  # offload files are unlinked when they are opened, so the folder is empty
             shutil.rmtree(folder / PACKED, ignore_errors=True)
         return Status.done
-
-    def _starter(self, config: Config) -> Start:
-        """Returns the function that starts ranks.
-
-        A quick sweep on the CPU forks the ranks of all jobs from one interpreter per number of threads.
-        """
-        shared = self._sweeping and config.train.quick and config.launch.device == "cpu"
-        if not shared:
-            return start_process
-        threads = config.launch.threads
-        if self._forker is not None and self._forker.threads != threads:
-            self._close_forker()
-        if self._forker is None:
-            self._forker = Forker(threads=threads, environment=os.environ | {"PYTHONPATH": python_path()})
-        return self._forker.start
-
-    def _close_forker(self) -> None:
-        if self._forker is not None:
-            self._forker.close()
-            self._forker = None
 
     def _meet(
         self, config: Config | None = None, *, refused: str = "", is_done: bool = False, token: str = ""

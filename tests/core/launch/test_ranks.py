@@ -1,5 +1,6 @@
 """Starting plain commands as ranks: no torch, so each test takes a second."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ztk.core.launch import RankError, allocator_settings, log_path, run_ranks
+from ztk.core.launch.processes import before_start
 
 CHECKOUT = Path(__file__).parents[2]
 # A rank's command is `python -c PRELUDE + program`; `rank` and `fail` are at hand.
@@ -198,3 +200,20 @@ def test_gpu_memory_grows_in_segments_unless_the_user_sets_it(tmp_path, monkeypa
         monkeypatch.setenv(name, "max_split_size_mb:64")
         assert allocator_settings() == {}
         monkeypatch.delenv(name)
+
+
+def test_what_runs_in_a_fork_looks_nothing_up(monkeypatch):
+    """See [Note: Forking with threads]: a lazy import in the fork could wait for a lock that no thread there releases."""
+    looked_up = []
+
+    class Library:
+        def __getattr__(self, name):
+            looked_up.append(name)
+            return lambda *arguments: 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    prepare = before_start(cores=None, parent=os.getppid())
+    before = list(looked_up)
+    prepare()
+    assert looked_up == before

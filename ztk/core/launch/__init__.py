@@ -15,17 +15,14 @@ from ztk.core.launch.errors import (
     write_failure,
 )
 from ztk.core.launch.external import ExternalRank, is_restart, quoted, remember_folder, restarted
-from ztk.core.launch.forks import Forker
-from ztk.core.launch.processes import Child, Start, run_children, start_process
+from ztk.core.launch.processes import Child, run_children, start_process
 from ztk.core.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
 
 __all__ = [
     "Child",
     "ExternalRank",
-    "Forker",
     "RankError",
     "RankFailure",
-    "Start",
     "allocator_settings",
     "earlier_cause",
     "failure_from",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from ztk.core.launch.errors import RankFailure, failure_of_exit
 from ztk.core.launch.signals import raise_noted
@@ -51,27 +51,6 @@ class Child:
     log: Path | None = None
     cores: tuple[int, ...] | None = None
     has_keyboard: bool = False
-
-
-class Started(Protocol):
-    """The interface of `subprocess.Popen`. returncode: None while the process runs, or until `poll`."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """The exit code, None while it runs."""
-        ...
-
-    def wait(self) -> int:
-        """Returns the exit code when it has ended."""
-        ...
-
-
-class Start(Protocol):
-    """Starts a child."""
-
-    def __call__(self, child: Child, *, log: IO | None) -> Started: ...
 
 
 def _silent(rank: int) -> None:
@@ -137,25 +116,24 @@ def run_children(
     drain_seconds: float = 0.0,
     save_seconds: float = 0.0,
     on_signal: Callable[[], None] = _nothing,
-    start: Start = start_process,
 ) -> list[RankFailure]:
     """Runs all children and returns when they have ended. Returns the failures in order of rank, or an empty list.
 
     failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: time that serving children have after a
     signal to end by themselves; ending well after it is no failure, except after SIGINT. save_seconds: time that training children have
-    after a signal to finish and save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with
-    its output to the open file. A second signal ends all children at once.
+    after a signal to finish and save their step; 0 if they save nothing. on_signal: called before that wait. A second signal ends all
+    children at once.
 
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after the others of `ENDING` and SIGHUP. In every case all have ended
     before.
     """
-    processes: list[Started] = []
+    processes: list[subprocess.Popen] = []
     with _signals() as received, ExitStack() as logs:
         raise_noted()
         try:
             for child in children:
                 log = None if child.log is None else logs.enter_context(open(child.log, "w"))
-                processes.append(start(child, log=log))
+                processes.append(start_process(child, log=log))
             failures = _watch(processes, children=children, received=received, failure_of=failure_of)
             if received and save_seconds:
                 on_signal()
@@ -194,7 +172,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _watch(
-    processes: list[Started],
+    processes: list[subprocess.Popen],
     *,
     children: Sequence[Child],
     received: list[int],
@@ -222,7 +200,7 @@ def _watch(
     return failures
 
 
-def _let_save(processes: list[Started], *, received: list[int], seconds: float) -> None:
+def _let_save(processes: list[subprocess.Popen], *, received: list[int], seconds: float) -> None:
     """Sends SIGTERM to the children alone: processes that they started, such as a tracker, are still needed. Returns when all have ended,
     when one has failed (the others then wait forever), after `seconds`, or after another signal."""
     for process in processes:
@@ -239,7 +217,7 @@ def _let_save(processes: list[Started], *, received: list[int], seconds: float) 
         time.sleep(_POLL_SECONDS)
 
 
-def _stop(processes: list[Started], *, received: list[int], grace_seconds: float, saves: bool) -> None:
+def _stop(processes: list[subprocess.Popen], *, received: list[int], grace_seconds: float, saves: bool) -> None:
     """Sends SIGTERM, then SIGKILL, to every child's process group unless all ended well. A second Ctrl-C skips the grace period.
 
     saves: also sends SIGHUP, because a child would finish its step after SIGTERM, and its peers may have ended.

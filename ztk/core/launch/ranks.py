@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ztk.core.launch.errors import FAILURES, RankError, first_cause, forget_failure, log_path, read_failure
-from ztk.core.launch.processes import Child, Start, run_children, start_process
+from ztk.core.launch.processes import Child, run_children
 
 
 def run_ranks(
@@ -21,12 +21,11 @@ def run_ranks(
     drain_seconds: float = 0.0,
     save_seconds: float = 0.0,
     on_signal: Callable[[], None] | None = None,
-    start: Start = start_process,
     debug: int | None = None,
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank. Defaults to the rank's number. drain_seconds, save_seconds, on_signal, start: see
+    places: `LOCAL_RANK`, and so the GPU, of each rank. Defaults to the rank's number. drain_seconds, save_seconds, on_signal: see
     `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
@@ -63,7 +62,6 @@ def run_ranks(
             drain_seconds=drain_seconds,
             save_seconds=save_seconds,
             on_signal=on_signal or (lambda: None),
-            start=start,
         )
     if failures:
         cause = first_cause(failures)
