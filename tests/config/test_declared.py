@@ -58,7 +58,6 @@ class TrainConfig(train.TrainConfig):
         range=COUNT,
         acts=tasks("pretrain"),
         contradicts=too_patient,
-        was="train.wait",
         changes=Changes.experiment,
     )
 
@@ -66,7 +65,7 @@ class TrainConfig(train.TrainConfig):
 train.TrainConfig = TrainConfig
 
 from ztk.cli.help import requested_help
-from ztk.config import ConfigError, Machine, build_reference, compose, conf_dir, job_hash, rename_keys
+from ztk.config import ConfigError, Machine, build_reference, compose, conf_dir, job_hash
 from ztk.core.policies.experiment import changes_numbers
 
 
@@ -89,7 +88,6 @@ print(json.dumps({
     "missing": run("train.patience=null"),
     "contradicts": run("train.patience=900"),
     "near": run("train.patienc=900"),
-    "was": [run("train.wait=7").train.patience, *rename_keys(["train.wait=7"]).notes],
     "hash": job_hash(run()) != job_hash(run("train.patience=4")),
     "numbers": changes_numbers("train.patience"),
 }))
@@ -110,7 +108,6 @@ def test_a_key_is_declared_in_one_place():
     assert found["missing"] == ["train.patience must have a value: choose task=pretrain"]
     assert found["contradicts"] == ["train.patience=900 is more than train.steps=300: use train.patience=1"]
     assert found["near"] == ["train.patienc: there is no such key; did you mean train.patience?"]
-    assert found["was"] == [7, "train.wait is called train.patience now; the old name goes with the next release"]
     assert found["hash"] and not found["numbers"]
 
 

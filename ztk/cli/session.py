@@ -458,10 +458,9 @@ class Session:
         if _COMPLETION & set(flags):
             sys.argv[1:] = [*flags, *overrides]  # Hydra's own install=SHELL, query=SHELL and uninstall=SHELL
             return None
-        renamed = configuration.rename_keys(overrides)
-        configuration.check_doubled(renamed.words, flags=flags)
-        expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
-        self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
+        configuration.check_doubled(overrides, flags=flags)
+        expanded = configuration.expand_ds_config(overrides, machine=self._machine())
+        self._say(*(f"ds_config: {note}" for note in expanded.notes))
         sweep = sweep or any(word.startswith("sweep.resume=") for word in expanded.words)
         has_ranks = self._external is not None
         resumed = configuration.take_run_words(expanded.words, has_ranks=has_ranks, folders=extra)

@@ -25,7 +25,6 @@ from ztk.config.own import call_later, callback_nodes, find, instantiate, takes_
 from ztk.config.planning import hardware_values
 from ztk.config.record import from_yaml, load, refusal, save, to_explained_yaml, to_yaml
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
-from ztk.config.renamed import rename_keys
 from ztk.config.resumed import recorded_words, take_run_words
 from ztk.config.rewards import evaluation_config, has_rewards, open_rewards, prepare_rewards
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
@@ -89,7 +88,6 @@ __all__ = [
     "reads_documents",
     "recorded_words",
     "refusal",
-    "rename_keys",
     "save",
     "split_flags",
     "take_run_words",

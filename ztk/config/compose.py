@@ -27,7 +27,6 @@ from ztk.config.lengths import take_lengths
 from ztk.config.own import OBJECTS, USER, empty_free, keyless, take_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.record import key_types, refusal, without_objects
-from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
 from ztk.config.rollout import choose_rollouts
 from ztk.config.rules import check
@@ -73,7 +72,7 @@ def compose(
     folders: additional folders, as of `--config-dir`.
     """
     machine = machine or Machine.here()
-    words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
+    words = expand_ds_config(overrides, machine=machine).words
     words = take_run_words(
         words, has_ranks=bool(machine.started_ranks), folders=[os.fspath(folder) for folder in folders]
     ).words

@@ -16,7 +16,6 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from ztk.config.errors import ConfigError
 from ztk.config.keys import no_values, run_keys
 from ztk.config.own import USER, nameless, nodes_of, recorded, take_objects, take_user, written_user
-from ztk.config.renamed import hint_of, rename_recorded
 from ztk.core.policies.config import Config
 from ztk.core.policies.records import check_aliases
 
@@ -142,7 +141,7 @@ def _parsed(text: str) -> tuple[Config, dict[str, Any]]:
     values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     user = values.pop(USER, None) or {}
     own = take_objects(values)
-    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), _literal(rename_recorded(values))))
+    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), _literal(values)))
     config.own = own
     return config, user
 
@@ -204,4 +203,4 @@ def refusal(
     match = re.search(r"Value '(?P<value>[^']*)' of type 'float' could not be converted to Integer", text)
     if match and float(match["value"]).is_integer():
         text += f"; write {int(float(match['value']))}"
-    return ConfigError([text.strip() + hint_of(text)])
+    return ConfigError([text.strip()])

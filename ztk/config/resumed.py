@@ -12,7 +12,6 @@ from ztk.config.errors import ConfigError
 from ztk.config.keys import named_by, read, run_keys
 from ztk.config.named_code import check_named_code, take_trust
 from ztk.config.record import load
-from ztk.config.renamed import rename_keys
 from ztk.core.launch import quoted
 from ztk.core.policies.records import run_record
 from ztk.core.policies.runs import AUTO, OVERWRITE
@@ -78,7 +77,6 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False, folders: Se
         absolute = read(config, key=key) if is_path else None  # paths may be relative to where the run was started
         text = value if absolute is None else _written(absolute)
         taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)
-    taken = rename_keys(taken).words
     if not trusts:
         check_named_code(taken, record=path, given=words, folders=folders)
     return Resumed(words=[*taken, *words], taken=tuple(taken), trusts=trusts, run=record.parent)

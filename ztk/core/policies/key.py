@@ -75,7 +75,6 @@ class Key:
     optional: bool
     contradicts: Callable[["Config"], Iterator[str]] | None
     idle: Any
-    was: str | None
     changes: Changes = Changes.numbers
     paths: Places | None
 
@@ -89,7 +88,6 @@ def key(
     optional: bool = False,
     contradicts: Callable[["Config"], Iterator[str]] | None = None,
     idle: Any = None,
-    was: str | None = None,
     changes: Changes | None = None,
     paths: Places | None = None,
     chosen: bool = False,
@@ -105,7 +103,6 @@ def key(
     optional: the key may be None where it acts.
     contradicts: yields one line per choice of the run that contradicts the value.
     idle: a value that is accepted where the key does not act.
-    was: the name before the last release.
     changes: the part of a run that depends on the key.
     paths: how the key names files or folders.
     chosen: an option of the group must set the key; the default is the policy's alone.
@@ -118,7 +115,6 @@ def key(
         optional=optional,
         contradicts=contradicts,
         idle=idle,
-        was=was,
         paths=paths,
     )
     return field(default=default, metadata={"key": declared, "changes": changes, "chosen": chosen, "line": line})

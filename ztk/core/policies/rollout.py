@@ -405,7 +405,6 @@ class RolloutConfig:
         "older than those it trains; needs rollout.identity=corrected or off, and rollout.servers or, for 1, rollout.engine=generator on a CPU",
         default=0,
         range=COUNT_OR_ZERO,
-        was="rollout.ahead",
     )
     late: LateName | None = key(
         "answers of rollout.servers that are under way when the next update needs them: carry: they go on with newer weights, and the update "

@@ -58,7 +58,6 @@ class TensorPolicy:
         "norms and residuals work on a part of the sequence per tensor-parallel rank (Megatron's sequence parallelism)",
         default=False,
         acts=_TENSOR,
-        was="topology.sequence_norms",
     )
 
 

@@ -109,7 +109,6 @@ class ZeroPolicy:
         default=1,
         range=COUNT,
         acts=STAGE3,
-        was="zero.secondary_shards",
     )
     quantized_nontrainable_weights: bool = False
 
