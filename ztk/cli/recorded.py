@@ -3,7 +3,6 @@
 An option file, a default or the machine may have changed since the sweep began.
 """
 
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +15,9 @@ from ztk.report.sweep import SweepJob, SweepRecord, read_sweep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """A recorded sweep, extended by the new jobs.
-
-    moves: old to new folder of jobs that were refused before and have a valid configuration now.
-    faults: descriptions of changes; the sweep can continue if it is empty.
-    """
+    """A recorded sweep, extended by the new jobs. faults: descriptions of changes; the sweep can continue if it is empty."""
 
     record: SweepRecord
-    moves: dict[str, str]
     faults: list[str]
 
 
@@ -48,26 +42,20 @@ def continue_sweep(
 ) -> Continued:
     """Compares every recorded job with the configuration that its words give now.
 
-    - A job that is refused now stays in the record; its start will report the reason.
-    - A job that was refused before and is valid now gets the name of its configuration.
+    - A job that is refused now, or was refused before, stays in the record and in its folder; its start will report the reason.
     - A job whose words have another meaning now takes the words of `asked` that give its old configuration. Without such words, the
       change is a fault.
 
     compose: returns None if the words are refused.
     """
     asked_by_folder = {job.folder: job for job in asked.jobs}
-    counted = frozenset([*old.grid, *asked.grid])
     jobs: dict[str, SweepJob] = {}
-    moves: dict[str, str] = {}
     changed: list[tuple[SweepJob, Config]] = []
     for job in old.jobs:
         config, kept = compose(words_of(job)), job
-        if config is not None and not _is_of(job, config=config, grid=old.grid):
-            if job.hash == hash_of_refused(job):
-                name = configuration.job_hash(config, counted=counted)
-                kept = name_job(name, overrides=job.overrides, options=job.options, repeat=job.repeat)
-                moves[job.folder] = kept.folder
-            elif job.folder in asked_by_folder:
+        was_refused = job.hash == hash_of_refused(job)
+        if config is not None and not was_refused and not _is_of(job, config=config, grid=old.grid):
+            if job.folder in asked_by_folder:
                 kept = asked_by_folder[job.folder]
             else:
                 changed.append((job, config))
@@ -77,7 +65,7 @@ def continue_sweep(
         job for job in asked.jobs if job.folder not in jobs and (job.overrides, job.options, job.repeat) not in known
     ]
     record = _with_jobs(old, jobs=(*jobs.values(), *added), asked=asked)
-    return Continued(record=record, moves=moves, faults=_faults(changed, old=old, asked=asked, folder=folder))
+    return Continued(record=record, faults=_faults(changed, old=old, folder=folder))
 
 
 def check_job(config: Config, *, folder: Path) -> None:
@@ -119,39 +107,29 @@ def _with_jobs(old: SweepRecord, *, jobs: tuple[SweepJob, ...], asked: SweepReco
     return replace(old, jobs=jobs, repeats=asked.repeats, later_commits=later, **changed)
 
 
-def _faults(
-    changed: Sequence[tuple[SweepJob, Config]], *, old: SweepRecord, asked: SweepRecord, folder: Path
-) -> list[str]:
+def _faults(changed: Sequence[tuple[SweepJob, Config]], *, old: SweepRecord, folder: Path) -> list[str]:
     """Returns one line per set of changed keys with the affected jobs, and then the possible fixes."""
     jobs: dict[str, list[str]] = {}
-    fixes: set[tuple[str, ...]] = set()
     for job, config in changed:
-        words, fix = _differing(job, config=config, folder=folder)
+        words = _differing(job, config=config, folder=folder)
         jobs.setdefault(words, []).append(f"{job.folder} ({' '.join(words_of(job))})")
-        if fix is not None:
-            fixes.add(fix)
     if not jobs:
         return []
     commit = read_commit()
     began = "" if commit == old.commit else f", which began at commit {old.commit}, and this is {commit}"
-    steps = [f"restore the option file or the default that has changed since the sweep began{began}"]
-    if len(fixes) == 1 and len(changed) == len(old.jobs) and (fix := next(iter(fixes))):
-        line = shlex.join([*asked.flags, *asked.words, *fix, f"sweep.resume={folder}"])
-        steps.append(f"give the old value: python run.py {line}")
-    steps.append("or start a sweep in another folder")
-    return [*(f"{', '.join(names)}: {words}" for words, names in jobs.items()), "; ".join(steps)]
+    fix = f"restore the option file or the default that has changed since the sweep began{began}; or give the recorded values on the line, "
+    return [
+        *(f"{', '.join(names)}: {words}" for words, names in jobs.items()),
+        f"{fix}or start a sweep in another folder",
+    ]
 
 
-def _differing(job: SweepJob, *, config: Config, folder: Path) -> tuple[str, tuple[str, ...] | None]:
-    """Returns a description for the user, and the overrides that restore the old values: empty if none can, None if the old configuration
-    is not on disk.
-    """
+def _differing(job: SweepJob, *, config: Config, folder: Path) -> str:
+    """Returns a description of the difference for the user."""
     path = folder / job.folder / "config.yaml"
     if not path.is_file():
-        return "has another configuration than when the sweep began; it left none, because it has not started", None
+        return "has another configuration than when the sweep began; it left none, because it has not started"
     found = configuration.differences(configuration.load(path), now=config)
     if not found:
-        return "its folder has a run of another configuration than the one that names it", ()
-    words = ", ".join(f"{key}={now} now, and recorded {key}={before}" for key, (before, now) in found.items())
-    can_restore = all(before != "null" for before, _ in found.values())
-    return words, tuple(f"{key}={before}" for key, (before, _) in found.items()) if can_restore else ()
+        return "its folder has a run of another configuration than the one that names it"
+    return ", ".join(f"{key}={now} now, and recorded {key}={before}" for key, (before, now) in found.items())

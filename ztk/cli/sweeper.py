@@ -1,6 +1,5 @@
 """A Hydra sweeper with named jobs. It decides which jobs a grid has, which of them start, and in which folders."""
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +66,6 @@ class JobSweeper(Sweeper):
         self._max_batch_size, self._params = max_batch_size, params or {}
         self._configs: dict[str, str] = {}  # hash -> config.yaml
         self._composed: dict[tuple[str, ...], Config | None] = {}
-        self._moves: dict[str, str] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra before `sweep`."""
@@ -137,7 +135,6 @@ class JobSweeper(Sweeper):
         if continued.faults and not self.request.options.list:
             raise ConfigError(continued.faults)
         self.request.say(*continued.faults)
-        self._moves = continued.moves
         return continued.record
 
     def _jobs(
@@ -216,7 +213,6 @@ class JobSweeper(Sweeper):
         return found
 
     def _run(self, record: SweepRecord, *, folder: Path) -> list[Any]:
-        self._move(folder)
         skips = self.request.options.skip_misfits
         plans = self._plans(record, folder=folder) if skips else {}
         self.request.shows(folder, record, plans)
@@ -238,24 +234,6 @@ class JobSweeper(Sweeper):
             results += self._launch(list(starts), folder=folder)
             starts = {job: count - 1 for job, count in starts.items() if count > 1 and _has_failed(folder, job=job)}
         return results
-
-    def _move(self, folder: Path) -> None:
-        """Moves jobs that were refused to the folder of their configuration.
-
-        This precedes the write of the record, so a kill between is harmless.
-        """
-        for before, now in self._moves.items():
-            old, new = folder / before, folder / now
-            if not old.exists():
-                continue
-            if read_status(old) is Status.running:
-                raise ConfigError([f"{old}: runs, and has another name in this sweep now; go on when it has ended"])
-            if not new.exists():
-                old.rename(new)
-            elif read_status(old) is Status.refused:
-                shutil.rmtree(old)  # contains only the reason
-            else:
-                self.request.say(f"{old}: is a run of {now}, too, and no longer part of this sweep")
 
     def _starts(self, state: Status, *, folder: Path) -> int:
         """Returns how often this command may start a job."""
