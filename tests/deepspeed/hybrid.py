@@ -80,13 +80,12 @@ def train_and_generate(process: Process, *, config: dict, adapters: bool = False
             engine.step()
             losses.append(loss.item())
     weights = {name: value.clone() for name, value in engine.engine.zero.full_parameters()}
-    by = engine._texts.said
     engine.destroy()
-    return {"same": same, "modes": modes, "losses": losses, "weights": weights, "by": by}
+    return {"same": same, "modes": modes, "losses": losses, "weights": weights}
 
 
 def disagrees(process: Process) -> dict:
-    """Rank 1 requests beams. Then both sample, a hook is registered and a module is replaced."""
+    """Rank 1 requests beams. Then both sample."""
     model = tiny()
     reference = copy.deepcopy(model).eval()
     engine, *_ = deepspeed.initialize(model=model, config=settings(stage=3))
@@ -98,12 +97,8 @@ def disagrees(process: Process) -> dict:
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
         drawn.append(engine.generate(prompts, **options | {"do_sample": True, "temperature": 20.0}))
-    handle = engine.module.lm_head.register_forward_hook(lambda *given: None)
-    engine.generate(prompts, **options)
-    handle.remove()
-    said = list(engine._texts.said)
     engine.destroy()
-    return {"same": same, "drawn": drawn, "said": said}
+    return {"same": same, "drawn": drawn}
 
 
 def weight_of(engine: deepspeed.DeepSpeedEngine, *, name: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ztk.inference.opening import Opening, ReadParameters, TrainingEngine, Unrea
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, Output, PromptLogprob, SamplingParams
-from ztk.inference.probe import check_draws, check_model, check_module, settle_products
+from ztk.inference.probe import check_draws, check_model, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values
 from ztk.inference.stepping import Stepper
@@ -348,10 +348,6 @@ class Generator:
     def version(self) -> str | None:
         """The version of the weights that `switch` took last, or None."""
         return self._stepper.version
-
-    def compare_with(self, module: nn.Module) -> None:
-        """Raises ValueError if `module`, the causal language model of transformers with these weights, computes other logits."""
-        check_module(self._model, module=module)
 
     @property
     def own_model(self) -> InferenceModel | None:

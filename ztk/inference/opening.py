@@ -398,21 +398,15 @@ class ReadParameters:
         self._smallest = min(on_cpu, key=Tensor.numel, default=torch.empty(0))
         self._values = self._smallest.detach().clone()
 
-    def changed(self) -> str | None:
-        """Returns the name of a parameter that was written, or has other memory; None if there is none."""
+    def check(self) -> None:
+        """Raises ValueError for a parameter that was written, or has other memory."""
         for name, one, version, address in self._found:
             is_written = one is self._smallest and not torch.equal(one, self._values)
             if is_written or _version(one) != version or one.data_ptr() != address:
-                return name
-        return None
-
-    def check(self) -> None:
-        """Raises ValueError for a parameter that has changed."""
-        if (name := self.changed()) is not None:
-            raise ValueError(
-                f"the parameter {name} has changed since the generator read the weights, some of which are copies: call load(model) after you "
-                "change them"
-            )
+                raise ValueError(
+                    f"the parameter {name} has changed since the generator read the weights, some of which are copies: call load(model) "
+                    "after you change them"
+                )
 
 
 def _version(parameter: Tensor) -> int:

@@ -1,1 +1,1 @@
-"""Text generation from an engine's model, with ztk's inference engine or with transformers' loop over gathered weights."""
+"""Text generation from an engine's model, with transformers' loop over gathered weights."""

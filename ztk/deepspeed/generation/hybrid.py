@@ -5,48 +5,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ztk.deepspeed.engine.deepspeed_engine import DeepSpeedEngine
-from ztk.deepspeed.generation.adapters import FusedAdapters
 from ztk.deepspeed.generation.loop import generate
-from ztk.deepspeed.generation.texts import EngineTexts
 from ztk.deepspeed.tools.log import logger
+from ztk.deepspeed.zero.gathered import pin, unpin_unchanged
 from ztk.rl.rollout.weights import RolloutWeights
+
+_PARAMETERS = ("weight", "lora_left_weight", "lora_right_weight")
+_ATTRIBUTES = (*_PARAMETERS, "lora_scaling", "fuse_lora")
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """The engine that `initialize` returns with `hybrid_engine.enabled`.
 
-    `generate`, also available as `module.generate`, generates from the sharded parameters with ztk's inference engine or with
-    transformers' loop; see `EngineTexts`. No copy of the weights outlives a call, so `eval()` and `train()` convert nothing, and the
-    next call uses the updated model.
+    `generate`, also available as `module.generate`, runs transformers' loop over the gathered parameters. No copy of the weights outlives a
+    call, so `eval()` and `train()` convert nothing, and the next call uses the updated model.
     """
 
     def _prepare(self) -> None:
         assert self.settings.hybrid is not None, "the configuration has the section"
-        self._adapters, self._times = FusedAdapters(self.module), _Times()
-        self._texts = EngineTexts(self.engine, weights=self.settings.hybrid.weights)
+        self._adapters, self._times = _FusedAdapters(self.module), _Times()
         self.module.generate = self.generate  # called by scripts
 
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """Runs transformers' `generate` without gradients and in eval mode. Returns tokens [B, T].
 
-        A collective call; ranks may generate different numbers of tokens. transformers' loop is used if `EngineTexts` has a reason for
-        it. It merges adapters if parameters are gathered once per call.
+        A collective call; ranks may generate different numbers of tokens. Adapters are merged if parameters are gathered once per call.
 
         Raises:
             ValueError: a text could exceed `hybrid_engine.max_out_tokens`.
-            FloatingPointError: logits of the inference engine are not finite.
         """
         settings = self.settings.hybrid
         assert settings is not None
         self._check_length(inputs, options, limit=settings.max_out_tokens)
-        with self._times.generating():
-            tokens = self._texts.answer(inputs, options)
-            if tokens is None:
-                with self._merged(wanted=settings.weights is RolloutWeights.whole):
-                    tokens = generate(self, *inputs, weights=settings.weights, **options)
+        with self._times.generating(), self._merged(wanted=settings.weights is RolloutWeights.whole):
+            tokens = generate(self, *inputs, weights=settings.weights, **options)
         if settings.release_inference_cache:
             self.empty_partition_cache()
         return tokens
@@ -147,3 +143,60 @@ class _Times:
         parts = "".join(f" |{name}={spent:.2f}s ({100 * spent / total:.2f}%)" for name, spent in shares.items())
         self._began, self._generated, self._trained = now, 0.0, 0.0
         return f"|E2E latency={total:.2f}s{parts} |CurSamplesPerSec={samples / total:.2f}"
+
+
+class _FusedAdapters:
+    """DeepSpeed-Chat's low-rank adapters, temporarily merged into the weights of their layers.
+
+    Merges weight + scaling * (right @ left)^T in every layer of `model` with these parameters and a flag `fuse_lora`, which its
+    forward reads.
+
+    Copies of the base weights are kept, so that `unfuse` restores them bitwise. The shards never change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._bases: dict[Any, Tensor] = {}  # copies by layer
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the adapters are merged."""
+        return bool(self._bases)
+
+    def fuse(self) -> None:
+        """Merges the adapters. Idempotent.
+
+        A collective call if parameters are sharded: the layers' parameters stay gathered until `unfuse`.
+        """
+        if self.is_fused:
+            return
+        layers = [layer for layer in _adapted_layers(self._model) if not layer.fuse_lora]
+        pin(_parameters(layers))
+        with torch.no_grad():
+            for layer in layers:
+                self._bases[layer] = layer.weight.detach().clone()
+                left, right = layer.lora_left_weight, layer.lora_right_weight
+                layer.weight.data.copy_(_merged(layer.weight, left=left, right=right, scaling=layer.lora_scaling))
+                layer.fuse_lora = True
+
+    def unfuse(self) -> None:
+        """Restores the bits from before `fuse`, if it was called. A collective call."""
+        layers = list(self._bases)
+        for layer in layers:
+            layer.weight.data.copy_(self._bases.pop(layer))
+            layer.fuse_lora = False
+        unpin_unchanged(_parameters(layers))
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    """Returns the layers of `model` with an adapter."""
+    return [module for module in model.modules() if all(hasattr(module, attribute) for attribute in _ATTRIBUTES)]
+
+
+def _merged(weight: Tensor, *, left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    product = right.detach().float() @ left.detach().float()
+    return (weight.detach().float() + scaling * product.t()).to(weight.dtype)
+
+
+def _parameters(layers: list) -> list[nn.Parameter]:
+    return [getattr(layer, name) for layer in layers for name in _PARAMETERS]
