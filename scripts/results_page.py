@@ -47,7 +47,7 @@ NOTES = {
         "exact_answers", "inference_weights", "inference_streaming", "inference_first_token", "server_ends", "harness",
     ),
     "Planning": ("plan_bytes", "plan_times"),
-    "Other libraries": ("hf_families", "deepspeed_chat", "openrlhf", "hybrid_engine"),
+    "Other libraries": ("hf_families", "deepspeed_chat", "openrlhf"),
     "Kernels and tests": ("kernel_launches", "kernel_counts", "coverage"),
 }  # fmt: skip
 WORKS = {
