@@ -50,6 +50,8 @@ def test_names_that_went_show_the_way():
         assert GONE[f"deepspeed.{name}"] and f"deepspeed.{name}" not in MODULES
     with pytest.raises(AttributeError, match="TiledLinear: not offered by ztk; use nn.Linear with topology.tensor"):
         deepspeed.zero.TiledLinear  # noqa: B018
+    with pytest.raises(AttributeError, match="comm.log_summary: not offered by ztk; torch.profiler"):
+        deepspeed.comm.log_summary  # noqa: B018
     with pytest.raises(AttributeError, match="needs_all_live: not offered by ztk; ztk.plan"):
         deepspeed.zero.estimate_zero3_model_states_mem_needs_all_live  # noqa: B018
 

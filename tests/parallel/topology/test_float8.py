@@ -59,9 +59,12 @@ def _train(process: Process, *, way: _Way, steps: int = 4) -> tuple[list[float],
     losses, gathers = [], {}
     comm, parts = arranged.mesh.comm("data"), engine.accumulation_steps
 
-    def observe(kind: str, label: str, nbytes: int, seconds: float) -> None:
+    def before(name: str) -> None:
+        kind, _, label = name.partition(" ")
+        label, _, dtype = label.rpartition(" x ")
+        label, _, count = label.rpartition(" ")
         if kind == "all_gather":
-            gathers.setdefault(label.rpartition(" x ")[0].rpartition(" ")[0], []).append(nbytes)
+            gathers.setdefault(label, []).append(int(count) * getattr(torch, dtype).itemsize)
 
     for step in range(steps):
         tokens = torch.randint(CONFIG.vocab_size, (4, 17), generator=generator("float8", step)).sort(1).values
@@ -69,9 +72,9 @@ def _train(process: Process, *, way: _Way, steps: int = 4) -> tuple[list[float],
             part.chunk(comm.size)[comm.rank].chunk(parts)
             for part in (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         ]
-        comm.observe = observe if step == steps - 1 else None
+        comm.before = before if step == steps - 1 else None
         loss = engine.train_batch(list(zip(*own, strict=True)))
-        comm.observe = None
+        comm.before = None
         losses.append(float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
     engine.close()
     return losses, gathers

@@ -1,10 +1,9 @@
-"""Measurements and output during a run: monitors, the communication log, timers."""
+"""Measurements and output during a run: monitors and timers."""
 
 import importlib.util
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ztk.deepspeed.collectives.log import LogSwitches
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -78,15 +77,15 @@ class MonitorPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watching:
-    """The settings of all measurements; None for disabled ones."""
+    """The settings of all measurements."""
 
     monitors: MonitorPolicy
-    comms: LogSwitches | None
     throughput: ThroughputPolicy
 
 
 _MONITORS = {"tensorboard": FilesPolicy, "csv_monitor": FilesPolicy, "wandb": WandbPolicy, "comet": CometPolicy}
 _COUNTS = "ztk prints no profile: with torch.utils.flop_counter.FlopCounterMode(): engine(batch) counts each module's operations"
+_TIMES = "ztk logs no collectives: torch.profiler.profile has the time and the bytes of each one"
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # packages
 SECTIONS = {
     **{name: {"enabled": takes(boolean), **keys_of(policy)} for name, policy in _MONITORS.items()},
@@ -104,7 +103,10 @@ SECTIONS = {
             )
         },
     },
-    "comms_logger": keys_of(LogSwitches),
+    "comms_logger": {
+        "enabled": hint(boolean, _TIMES, usual=(False,)),
+        **{name: takes(anything) for name in ("verbose", "prof_all", "debug", "prof_ops")},
+    },
     "timers": {"throughput": takes(anything)},
 }
 
@@ -127,6 +129,5 @@ def read_watching(given: dict, *, findings: Findings) -> Watching:
 
     return Watching(
         monitors=MonitorPolicy(**{name: policy(**on[name]) for name, policy in _MONITORS.items() if name in on}),
-        comms=LogSwitches(enabled=True, **on["comms_logger"]) if "comms_logger" in on else None,
         throughput=ThroughputPolicy(**throughput),
     )

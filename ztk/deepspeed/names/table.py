@@ -230,6 +230,17 @@ for _stage, _homes in ((2, ("zero", "runtime.zero.stage_1_and_2")), (3, ("zero",
     for _home in _homes:
         for _kind in ("live", "cold"):
             GONE[f"deepspeed.{_home}.estimate_zero{_stage}_model_states_mem_needs_all_{_kind}"] = _ESTIMATE
+for _name in [
+    "comms_logger",
+    "configure",
+    "log_summary",
+    "reset_log",
+    "has_comm_data",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "watch",
+]:
+    GONE[f"deepspeed.comm.{_name}"] = "torch.profiler.profile has the time and the bytes of each collective"
 for _name in tuple(MODULES):
     while _name := _name.rpartition(".")[0]:
         MODULES.setdefault(_name, {})

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ztk.core.runtime import Tier
-from ztk.deepspeed.collectives import comm
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.tools.helpers import see_memory_usage
 from ztk.deepspeed.tools.log import logger
@@ -59,10 +58,6 @@ class Watcher:
         self._facade = facade
         settings, process = facade.settings, facade.engine.process
         watching = settings.watching
-        if watching.comms is not None:
-            comm.configure(**dataclasses.asdict(watching.comms))
-        for group in process.mesh.comms:
-            comm.watch(group)
         self.monitor = MonitorMaster(watching.monitors)
         self.clock = WallClock() if settings.wall_clock_breakdown else None
         self._prints_times = settings.wall_clock_breakdown and process.rank == 0

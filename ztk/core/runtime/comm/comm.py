@@ -108,9 +108,7 @@ class _Watched:
 class Comm:
     """Counted collectives on flat contiguous tensors among `size` ranks.
 
-    `before` is called with the label before each collective; tests use it to delay or kill a rank. `observe` is called after each
-    collective with its kind, label, buffer bytes and seconds. Measuring requires waiting for each collective, so nothing overlaps while it
-    is set.
+    `before` is called with the label before each collective; tests use it to delay or kill a rank.
     """
 
     def __init__(
@@ -126,7 +124,6 @@ class Comm:
         self.rank, self.size, self.device = rank, size, device
         self.counters = CommCounters()
         self.before: Callable[[str], None] | None = None
-        self.observe: Callable[[str, str, int, float], None] | None = None
         self._transport, self._watchdog = transport, watchdog
         self._thread = (
             SerialThread(name="ztk-comm", interrupt=transport.close) if size > 1 and transport.blocking else None
@@ -411,9 +408,7 @@ class Comm:
                 watchdog.pass_over()
                 watchdog = None
             entered = None if watchdog is None else watchdog.enter(name)
-            pending = (
-                self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
-            )
+            pending = self._run(run, name=name)
             if watchdog is None or entered is None:
                 return pending
             if pending is not None:
@@ -440,23 +435,6 @@ class Comm:
                 return run(self._transport, name)
         finally:
             self.counters.busy_seconds += time.perf_counter() - start
-
-    def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
-        """Runs the collective to its end, on the device too, and reports it to `observe`."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        pending = run(self._transport, name)
-        if pending is not None:
-            pending.wait()
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - start
-        self.counters.busy_seconds += seconds
-        kind, _, label = name.partition(" ")
-        assert self.observe is not None
-        self.observe(kind, label, tensor.nbytes, seconds)
 
 
 def _bytes_of(obj: object) -> Tensor:
