@@ -15,7 +15,7 @@ from ztk.report.__main__ import main
 from ztk.report.folder import write_failed_summary
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.html import data as collected
-from ztk.report.html import live as live_pages
+from ztk.report.html import page as live_pages
 from ztk.report.html.data import collect
 from ztk.report.html.page import render, write_report
 from ztk.report.status import Status

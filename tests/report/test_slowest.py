@@ -10,7 +10,7 @@ import torch
 
 from tests.report.test_report import Metrics, make_gauges, make_reporter, rows_of
 from ztk.core.runtime import Process
-from ztk.report.slowest import Slowest
+from ztk.report.rows import Slowest
 
 
 def seconds(*ranks: tuple[float, float, float, float]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_a_run_continues_without_a_broken_tracker(tmp_path, monkeypatch):
 
 def test_a_run_continues_without_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "ztk.report.wandb_writer", raising=False)
+    monkeypatch.delitem(sys.modules, "ztk.report.tracker", raising=False)
     assert "wandb: off" in Tracker(TrackerPolicy(), directory=str(tmp_path)).notice
 
 

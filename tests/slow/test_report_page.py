@@ -18,8 +18,7 @@ import pytest
 
 import ztk
 from tests.slow.browser import LOADED, Browser, until
-from ztk.report.html.live import follow
-from ztk.report.html.page import write_report
+from ztk.report.html.page import follow, write_report
 from ztk.report.sweep import SweepJob, SweepRecord
 
 LARGEST = 6_000_000  # bytes of the page

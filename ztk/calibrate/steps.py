@@ -85,7 +85,7 @@ def operation_latency(process: Process, *, hardware: Hardware) -> float:
 
 
 def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dict[str, Curve]:
-    """Returns the curves of `hardware`, scaled to real steps, and the curves of host work (`ztk.planner.host_work`). A collective call.
+    """Returns the curves of `hardware`, scaled to real steps, and the curves of host work (`ztk.planner.trace`). A collective call.
 
     1. The unexplained time of steps of a tiny model is attributed to its gradients.
     2. The remaining unexplained time of a usual model gives one scale for all curves. Repeated measurements of a single call find their

@@ -3,9 +3,12 @@
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +16,125 @@ from torch.utils._pytree import tree_map
 
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.peers import Peer
+from ztk.core.policies.pipeline import PipelinePolicy, ScheduleName
 from ztk.core.runtime import Mesh, Process, Tier, Topology
 from ztk.core.runtime.comm import Comm
 from ztk.core.runtime.comm.planned import Letters, PlannedComm
+from ztk.core.runtime.io import Direction, IoCounters
 from ztk.core.runtime.mesh import AXES
 from ztk.core.runtime.planned import PLANNED
 from ztk.core.runtime.process import all_replicas
 from ztk.parallel.apply import parallelize
-from ztk.parallel.pipeline import make_schedule
+from ztk.parallel.pipeline import Action, Interval, make_schedule
+from ztk.parallel.recompute import selective
 from ztk.planner.attention_costs import fused_attention
-from ztk.planner.host_work import watched_host
-from ztk.planner.lanes import Lanes, StepTime
+from ztk.planner.kinds import GRADIENT, INTERCEPTED, REQUEST
+from ztk.planner.lanes import Lanes, Mark, StepTime
 from ztk.planner.peer import as_peer
 from ztk.planner.pipeline import StageTimes
-from ztk.planner.repeating import (
-    Counted,
-    Repeater,
-    actions_of,
-    middle_micro_batch,
-    seconds_of_actions,
-    traced_micro_batches,
-)
-from ztk.planner.tracker import Peak, StepTracker
+from ztk.planner.tracker import Peak, StepTracker, is_work
 from ztk.train.engine import Engine
 from ztk.train.engine.pipeline import PipelineEngine
+from ztk.zero.buckets.residency import ParameterState, Residency
+from ztk.zero.offload.planned import PlannedIo
+from ztk.zero.reduction import GradientReduction
+from ztk.zero.update import update
+from ztk.zero.update.update import ShardUpdate
+
+# Traces a few micro-batches of a long step, and adds the counts of a middle one for every micro-batch that is skipped.
+#
+# Only the first and the last micro-batch of a step differ from the others: no backward has prefetched the gathers of the first, and the
+# gradients of the last are reduced. Schedules that keep all micro-batches alive are traced completely.
+
+TRACED = 5  # micro-batches without a pipeline: the first, three of the middle, the last
+
+
+def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> int:
+    """Number of a step's `count` micro-batches that are traced. stages: ranks of the pipeline."""
+    if stages == 1:
+        return min(count, TRACED)
+    if policy.schedule is ScheduleName("1f1b"):
+        return min(count, stages + 2)  # the first stage keeps one per stage alive
+    if policy.schedule is ScheduleName.interleaved:
+        return min(count, 2 * stages)  # at most (virtual_stages + 1) * stages - 1 of their parts are alive at once
+    return count
+
+
+def middle_micro_batch(traced: int, *, stages: int, policy: PipelinePolicy) -> int:
+    """The traced micro-batch of a pipeline that stands for the skipped ones.
+
+    Of an interleaved schedule the last one of the first round: in the second round gradients of one stage are reduced before the backward of
+    the stage before it, which may wait for the network.
+    """
+    return stages - 1 if policy.schedule is ScheduleName.interleaved else traced // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """Counters of one rank since its step began. wire: bytes by kind, for each communicator. clock: None if seconds are not planned."""
+
+    wire: tuple[Mapping[str, int], ...]
+    disk_read: int
+    disk_write: int
+    flops: int
+    clock: Mark | None
+
+
+class Repeater:
+    """Reads the counters of one traced rank and extrapolates them to all micro-batches. lanes: the rank's clock, if seconds are planned."""
+
+    def __init__(self, *, mesh: Mesh, io: IoCounters, tracker: StepTracker, lanes: Lanes | None) -> None:
+        self._mesh, self._io, self._tracker, self.lanes = mesh, io, tracker, lanes
+
+    def read(self) -> Counted:
+        """Reads the counters."""
+        return Counted(
+            wire=tuple(dict(comm.counters.bytes) for comm in self._mesh.comms),
+            disk_read=self._io.read_bytes,
+            disk_write=self._io.write_bytes,
+            flops=self._tracker.flops,
+            clock=None if self.lanes is None else self.lanes.mark(),
+        )
+
+    def repeat(self, *, start: Counted, stop: Counted, times: int) -> tuple[int, int]:
+        """Adds the counts between two readings `times` times. Returns the bytes that this adds to the reads and writes of the disk."""
+        for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
+            for kind, nbytes in after.items():
+                comm.counters.bytes[kind] += times * (nbytes - before.get(kind, 0))
+        self._tracker.flops += times * (stop.flops - start.flops)
+        if self.lanes is not None and start.clock is not None and stop.clock is not None:
+            self.lanes.repeat(start=start.clock, stop=stop.clock, times=times)
+        return times * (stop.disk_read - start.disk_read), times * (stop.disk_write - start.disk_write)
+
+    def announce(self, *, start: Counted, stop: Counted, traced: int, left_out: int) -> None:
+        """Adds the bytes in which a pipeline would announce the shapes of skipped micro-batches. It announces the `traced` ones between
+        the two readings."""
+        for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
+            if announced := after.get("scalars", 0) - before.get("scalars", 0):
+                comm.counters.bytes["scalars"] += announced // traced * left_out
+
+
+def actions_of(intervals: Sequence[Interval], *, micro_batch: int) -> list[int]:
+    """Positions in `intervals` of the actions of `micro_batch`."""
+    return [number for number, interval in enumerate(intervals) if interval.action.micro_batch == micro_batch]
+
+
+def seconds_of_actions(
+    computes: Sequence[Action], *, intervals: Sequence[Interval], middle: int, traced: int, count: int
+) -> dict[Action, float]:
+    """Seconds of all actions of a rank in a step of `count` micro-batches, after a trace of `traced` micro-batches. middle: the one that
+    stands for those that were skipped."""
+    known = {interval.action: interval.stop - interval.start for interval in intervals}
+    return {action: known[_like(action, middle=middle, traced=traced, count=count)] for action in computes}
+
+
+def _like(action: Action, *, middle: int, traced: int, count: int) -> Action:
+    """The traced action that stands for `action`."""
+    number = action.micro_batch
+    last = traced - 1 - middle  # micro-batches after the middle one
+    like = traced - (count - number) if number >= count - last else min(number, middle)
+    return Action(kind=action.kind, stage=action.stage, micro_batch=like)
+
 
 STEPS = 2  # the first records the order in which stage 3 gathers, the second prefetches along it
 
@@ -322,3 +420,84 @@ def values_are_refused():
             f"the model or one of its policies reads values of tensors, and a plan has none ({text.splitlines()[0]}): plan the layout "
             "with a model whose shapes do not depend on values"
         ) from error
+
+
+# Work of the host in a planned step that is not an operation.
+#
+# On a CPU, Python takes time from computing when it accepts a gradient, sends a request to the disk, or decides about an operation of a
+# recomputed block. With a GPU, an update in main memory delays the next use of its parameters: the step waits for the host, or the gather of
+# a bucket does. The functions that do this are wrapped.
+
+
+@contextmanager
+def watched_host(lanes: Lanes | None) -> Iterator[None]:
+    """Context in which the clock of `lanes` includes this work. If None, there is no clock."""
+    if lanes is None:
+        yield
+        return
+    accept, request, choose = GradientReduction.accept, PlannedIo.request, selective.choose
+    run, update_behind = ShardUpdate.run, ShardUpdate._update_behind
+    start_gather, finish_work = Residency.start_gather, Residency._finish_work
+
+    def accepted(reduction: GradientReduction, *args: Any, **kwargs: Any) -> None:
+        lanes.host_work(GRADIENT)
+        accept(reduction, *args, **kwargs)
+
+    def requested(io: PlannedIo, direction: Direction, *, nbytes: int, **kwargs: Any) -> None:
+        lanes.host_work(REQUEST, amount=nbytes)
+        if direction is Direction.read:
+            lanes.disk_reads(nbytes)
+        request(io, direction, nbytes=nbytes, **kwargs)
+
+    def chosen(ctx: object, func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> object:
+        if is_work(func):
+            dtype = next((value.dtype for value in args if isinstance(value, Tensor)), torch.float32)
+            lanes.host_work(INTERCEPTED, dtype=dtype)
+        return choose(ctx, func, *args, **kwargs)
+
+    def ran(shards: ShardUpdate, *args: Any, **kwargs: Any) -> None:
+        run(shards, *args, **kwargs)
+        lanes.wait_until(
+            lanes.loaded, lane="pcie"
+        )  # parameters that are full on every rank, unless a gather waited for them
+
+    def updated_behind(shards: ShardUpdate, *args: Any, **kwargs: Any) -> None:
+        with lanes.behind():
+            update_behind(shards, *args, **kwargs)
+
+    fetched: dict[Residency, float] = {}
+
+    def started_gather(residency: Residency, *, is_exact: bool = False) -> None:
+        starts = residency.state is ParameterState.sharded
+        start_gather(residency, is_exact=is_exact)
+        if starts:
+            fetched[residency] = lanes.loaded
+
+    def finished_work(residency: Residency) -> None:
+        before = lanes.loaded
+        finish_work(residency)
+        own = lanes.loaded if lanes.loaded > before else fetched.pop(residency, 0.0)
+        lanes.wait_until(own, lane="pcie")
+
+    class Updated(Future):
+        """Done at a time of the clock."""
+
+        def done(self) -> bool:
+            return super().done() and super().result() <= lanes.now
+
+        def set_result(self, result: object) -> None:
+            super().set_result(lanes.updated())
+
+        def result(self, timeout: float | None = None) -> None:
+            lanes.wait_until(super().result(timeout), lane="host")
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(update, "Future", Updated))
+        stack.enter_context(mock.patch.object(ShardUpdate, "run", ran))
+        stack.enter_context(mock.patch.object(ShardUpdate, "_update_behind", updated_behind))
+        stack.enter_context(mock.patch.object(Residency, "start_gather", started_gather))
+        stack.enter_context(mock.patch.object(Residency, "_finish_work", finished_work))
+        stack.enter_context(mock.patch.object(GradientReduction, "accept", accepted))
+        stack.enter_context(mock.patch.object(PlannedIo, "request", requested))
+        stack.enter_context(mock.patch.object(selective, "choose", chosen))
+        yield

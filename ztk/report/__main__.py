@@ -89,8 +89,7 @@ def _profile(words: list[str]) -> int:
 
 
 def _html(words: list[str]) -> int:
-    from ztk.report.html.live import SECONDS, follow
-    from ztk.report.html.page import NAME, choose_target, write_report
+    from ztk.report.html.page import NAME, SECONDS, choose_target, follow, write_report
 
     parser = argparse.ArgumentParser(
         prog="python -m ztk.report html", description="One HTML file about runs; it loads nothing from the network."

@@ -9,9 +9,8 @@ import pytest
 from ztk.deepspeed.names import SHIM
 from ztk.deepspeed.runner import hosts as where
 from ztk.deepspeed.runner.hosts import Host, filtered, first, read_hostfile, this_machine
-from ztk.deepspeed.runner.main import choose_hosts, make_plan
+from ztk.deepspeed.runner.main import choose_hosts, make_plan, read_options
 from ztk.deepspeed.runner.node import Plan, cores_of, local_rank_word, rank_command, rank_environment
-from ztk.deepspeed.runner.options import read_options
 from ztk.deepspeed.runner.remote import exported, reach
 
 TWO = [Host(name="one", slots=("0", "1")), Host(name="two", slots=("0", "1", "2"))]

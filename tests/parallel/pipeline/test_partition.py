@@ -12,8 +12,7 @@ from tests.parallel.pipeline.models import DECODER, decoder, micro_batches, pipe
 from ztk.nn import Decoder, initial_values
 from ztk.parallel.pipeline import LayerSpec, MicroBatch, PipelineModule, PipelinePolicy, TiedLayerSpec
 from ztk.parallel.pipeline.partition import balanced, by_type, uniform
-from ztk.parallel.pipeline.profile import measure_costs
-from ztk.parallel.pipeline.stages import cut, layered, plan
+from ztk.parallel.pipeline.stages import cut, layered, measure_costs, plan
 
 
 def sizes(cuts: tuple[range, ...]) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.parallel.topology import matrix
 from ztk.core.runtime import Process
-from ztk.parallel.tensor import collectives, entering
+from ztk.parallel.tensor import collectives, layers
 from ztk.train.engine import Engine
 from ztk.zero.buckets.gradient import BucketGradient
 
@@ -46,7 +46,7 @@ def _activations_in_8_bits(process: Process) -> AbstractContextManager:
         return summed(x.to(torch.float8_e4m3fn).to(x.dtype), **options)
 
     stack = ExitStack()
-    for module in (collectives, entering):
+    for module in (collectives, layers):
         stack.enter_context(patch.object(module, "summed", rounded))
         stack.enter_context(patch.object(module, "start_summing", lambda x, **options: None))  # all sums are `summed`
     return stack

@@ -1,7 +1,7 @@
 """The rank that orthogonalises each matrix: arithmetic."""
 
 from ztk.optim.muon import Muon
-from ztk.zero.update.owners import Matrix, balance, plan_rounds
+from ztk.zero.update.matrices import Matrix, balance, plan_rounds
 
 
 def matrix(name: str, *, cuts: tuple[int, ...], shape: tuple[int, int]) -> Matrix:

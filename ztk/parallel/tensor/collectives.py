@@ -1,7 +1,7 @@
 """Differentiable collectives along the tensor-parallel axis.
 
 Megatron's g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), its sequence-parallel form (Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198), and those along the last dimension; f, its adjoint, is `ztk.parallel.tensor.entering`. "Own part" is
+https://arxiv.org/abs/2205.05198), and those along the last dimension; f, its adjoint, is `ztk.parallel.tensor.layers`. "Own part" is
 this rank's part.
 
                 forward                     backward

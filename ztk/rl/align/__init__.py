@@ -12,7 +12,6 @@ from ztk.rl.align.advantages import (
     importance_weights,
     mismatch_sums,
 )
-from ztk.rl.align.distillation import distill_losses
 from ztk.rl.align.encoding import ANSWER_END, Encoding, Part, Prompt, Text, last_answer
 from ztk.rl.align.preferences import (
     PairLogprobs,
@@ -35,8 +34,16 @@ from ztk.rl.align.records import (
 )
 from ztk.rl.align.sequences import Packing, Sequences, counted_logprobs, segment_sums
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
-from ztk.rl.align.tilt import Frontier
-from ztk.rl.align.token_losses import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
+from ztk.rl.align.token_losses import (
+    Frontier,
+    PolicyLoss,
+    TokenLoss,
+    distill_losses,
+    divergence,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
 
 __all__ = [
     "ANSWER_END",
