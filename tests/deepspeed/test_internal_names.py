@@ -44,7 +44,14 @@ def test_stages_are_their_numbers():
 
 
 def test_names_that_went_show_the_way():
-    for name in ("runtime.constants", "runtime.pipe.schedule", "runtime.zero.tiling", "profiling.flops_profiler"):
+    for name in (
+        "constants",
+        "moe.sharded_moe",
+        "runtime.constants",
+        "runtime.pipe.schedule",
+        "runtime.zero.tiling",
+        "profiling.flops_profiler",
+    ):
         with pytest.raises(ModuleNotFoundError, match="does not offer this module; "):
             Finder().find_spec(f"deepspeed.{name}")
         assert GONE[f"deepspeed.{name}"] and f"deepspeed.{name}" not in MODULES
@@ -74,9 +81,8 @@ def test_partitions_are_bounds():
 
 
 def test_words_about_the_build():
-    constants = module_of("deepspeed.constants")
     assert deepspeed.__git_hash__ == git_hash == module_of("deepspeed.git_version_info").git_hash
-    assert constants.TORCH_DISTRIBUTED_DEFAULT_PORT == 29500 and constants.default_pg_timeout.total_seconds() == 600
+    assert module_of("deepspeed.git_version_info").installed_ops == {}
 
 
 @pytest.fixture
@@ -206,19 +212,6 @@ def test_attributes_by_dotted_names():
     assert model[0][0] is new and model[1] is new
 
 
-def test_keys_of_checkpoints_are_deepspeeds():
-    files = module_of("deepspeed.checkpoint.constants")
-    assert (files.DS_VERSION, files.FP32_FLAT_GROUPS, files.UNIVERSAL_CHECKPOINT_VERSION_VALUE) == (
-        "ds_version",
-        "fp32_flat_groups",
-        0.4,
-    )
-    file = torch.load(RECORDED / "stage2" / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
-    assert {files.PARAM_SHAPES, files.BUFFER_NAMES, files.DS_VERSION} <= set(
-        file
-    )  # the keys of files that DeepSpeed wrote
-
-
 def test_files_by_the_checkpoint_engine(tmp_path):
     """As open-instruct and ArcticTraining import it."""
     engines = module_of("deepspeed.runtime.checkpoint_engine")
@@ -238,63 +231,6 @@ def test_files_by_the_checkpoint_engine(tmp_path):
     torch.save(Path("x"), tmp_path / "code.pt")
     with pytest.raises(Exception, match="Weights only load failed"):
         engine.load(tmp_path / "code.pt")
-
-
-def test_a_configuration_of_another_project(caplog):
-    from pydantic import Field, ValidationError
-
-    base = module_of("deepspeed.runtime.config_utils").DeepSpeedConfigModel
-
-    class Config(base):
-        size: int = 1
-        old: str = Field("0", json_schema_extra={"deprecated": True, "new_param": "size", "new_param_fn": int})
-
-    assert Config(size="auto").size == 1 and Config(size=3).size == 3
-    with caplog.at_level("WARNING", logger="ztk.deepspeed"):
-        assert Config(old="7").size == 7
-    assert "old is deprecated; use size" in caplog.text
-    with pytest.raises(ValidationError):
-        Config(sise=3)
-    with pytest.raises(ValidationError):
-        Config(strict=True, size="auto")
-    with pytest.raises(ValueError, match="keep size"):
-        Config(old="7", size=3)
-
-
-def test_a_gate_is_the_layers_own():
-    """The same choices as `MoE` makes with the same weights, for every k."""
-    sharded, moe = module_of("deepspeed.moe.sharded_moe"), module_of("deepspeed.moe.layer")
-    tokens = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
-    for k in (1, 2, 3):
-        torch.manual_seed(0)
-        layer = moe.MoE(
-            8, torch.nn.Linear(8, 8), num_experts=4, k=k, min_capacity=2, use_rts=False, top2_2nd_expert_sampling=False
-        )
-        gate = sharded.TopKGate(8, 4, k=k, min_capacity=2, use_rts=False, top2_2nd_expert_sampling=False)
-        gate.wg.load_state_dict(layer.deepspeed_moe.gate.wg.state_dict())
-        l_aux, combine, dispatch, counts = gate(tokens)
-        experts = layer.deepspeed_moe.experts.deepspeed_experts
-        assert len(experts) == layer.deepspeed_moe.experts.num_local_experts == 4
-        sent = torch.einsum("tec,tm->ecm", dispatch.float(), tokens)
-        results = torch.stack([expert(part) for expert, part in zip(experts, sent, strict=True)])
-        out, own_aux, own_counts = layer(tokens)
-        torch.testing.assert_close(torch.einsum("tec,ecm->tm", combine, results), out)
-        assert torch.equal(l_aux, own_aux) and torch.equal(counts, own_counts)
-        assert gate.eval()(tokens)[1].shape[:2] == (12, 4)
-    with pytest.raises(ValueError, match="used_token works with k=1"):
-        gate(tokens, used_token=torch.ones(12))
-
-
-def exchanged(process) -> tuple[list, list]:
-    own = (torch.arange(4.0) + 10 * process.rank).requires_grad_()
-    out = module_of("deepspeed.moe.sharded_moe")._AllToAll.apply(None, own)
-    (out * torch.arange(1.0, 5.0)).sum().backward()
-    return out.tolist(), own.grad.tolist()
-
-
-def test_an_exchange_of_tokens(ranks):
-    first, second = ranks(2).run(exchanged)
-    assert first == ([0, 1, 10, 11], [1, 2, 1, 2]) and second == ([2, 3, 12, 13], [3, 4, 3, 4])
 
 
 def replaced(process, *, stage: int) -> dict:

@@ -1,7 +1,6 @@
-"""The names of `deepspeed.moe`: the documents' block and helper, DeepSpeed's helpers, and the gates' results."""
+"""The names of `deepspeed.moe`: the documents' block and helper, and DeepSpeed's helpers."""
 
 import functools
-import json
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.parallel.moe.deepspeed_scripts import (
 from tests.rounding import Bounds
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.experts import expert_degree, give_layer_options
-from ztk.deepspeed.experts.sharded_moe import top1gating, top2gating, topkgating
 from ztk.deepspeed.names import lookup
 from ztk.parallel.moe import (
     MoE,
@@ -203,20 +201,3 @@ def test_the_section_is_read_only_when_it_is_on():
 def test_names_are_deepspeeds():
     assert lookup("moe").layer.MoE is MoE
     assert lookup("moe").utils.is_moe_param is is_moe_param
-    assert lookup("moe").sharded_moe.top2gating is top2gating
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_gates_are_dense_as_deepspeeds(k):
-    logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(k))
-    gate = {1: top1gating, 2: top2gating, 3: lambda *a, **b: topkgating(a[0], 3, *a[1:], **b)}[k]
-    options = {1: {"use_rts": False}, 2: {"top2_2nd_expert_sampling": False}, 3: {}}[k]
-    l_aux, combine, dispatch, counts = gate(logits, 0.75, 1, **options)
-    capacity = -(-12 * k * 3 // 16)
-    assert combine.shape == dispatch.shape == (12, 4, capacity)
-    assert (dispatch.sum(0) <= 1).all(), "a place holds one token"
-    assert counts.sum() == 12 * k and l_aux.isfinite()
-    weights = combine.sum((1, 2))
-    assert ((weights - 1).abs() < 1e-6).logical_or(weights < 1 if k == 1 else weights == 0).all()
-    with pytest.raises(ValueError, match="ep_group"):
-        gate(logits, 1.0, 1, ep_group=json)

@@ -1,8 +1,8 @@
 """Maps modules of DeepSpeed and `deepspeed_chat` to modules of ztk.
 
 A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that contains those names.
-`"*"` stands for all public names of `ztk.y`, and `ztk.y:TABLE` for a table of names and values in it. A module with submodules must not
-be ztk's module itself, which does not have these submodules; without a row it has nothing but them. This layer must not have a module of
+`"*"` stands for all public names of `ztk.y`. A module with submodules must not be ztk's module itself, which does not have these
+submodules; without a row it has nothing but them. This layer must not have a module of
 that name either, because Python would import it instead. Nothing is imported before it is used. Importing any other module raises
 ModuleNotFoundError.
 """
@@ -66,17 +66,14 @@ MODULES: dict[str, Row] = {
     "deepspeed.accelerator.real_accelerator": {
         "ztk.deepspeed.tools.device": "get_accelerator is_current_accelerator_supported",
     },
-    "deepspeed.checkpoint.constants": {"ztk.deepspeed.names.constants:CHECKPOINT": "*"},
     "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.saved.ds_to_universal",
     "deepspeed.checkpoint.utils": {"ztk.deepspeed.saved.checkpoints": "clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": "ztk.deepspeed.recompute.checkpointing",
     "deepspeed.comm": "ztk.deepspeed.collectives.comm",
     "deepspeed.compression.helper": {"ztk.deepspeed.tools.helpers": "recursive_getattr recursive_setattr"},
-    "deepspeed.constants": {"ztk.deepspeed.names.constants:TOP": "*"},
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {
-        "ztk.deepspeed.names.constants:BUILD": "*",
-        "ztk.deepspeed.version": "version git_hash git_branch",
+        "ztk.deepspeed.version": "version git_hash git_branch installed_ops accelerator_name torch_info",
     },
     "deepspeed.inference": {
         "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig",
@@ -107,9 +104,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.moe
     "deepspeed.moe.layer": {"ztk.parallel.moe": "MoE"},
-    "deepspeed.moe.sharded_moe": {
-        "ztk.deepspeed.experts.sharded_moe": "TopKGate _AllToAll top1gating top2gating topkgating",
-    },
     "deepspeed.moe.utils": {
         "ztk.parallel.moe": (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
@@ -127,7 +121,6 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         "ztk.deepspeed.saved.files": "TorchCheckpointEngine",
     },
-    "deepspeed.runtime.config_utils": {"ztk.deepspeed.tools.config_model": "DeepSpeedConfigModel"},
     "deepspeed.runtime.dataloader": {"ztk.deepspeed.start.loader": "DeepSpeedDataLoader RepeatingLoader"},
     "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizers.sharded": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizers.sharded": "BF16_Optimizer"},
@@ -217,6 +210,10 @@ MODULES: dict[str, Row] = {
 }
 # Modules and names that no project of the survey in docs/deepspeed_users.md imports -> the way to the same end.
 GONE = {
+    "deepspeed.checkpoint.constants": "write a key or a name of a checkpoint's files as text: state['param_shapes']",
+    "deepspeed.constants": "write the value: the port of torch.distributed is 29500",
+    "deepspeed.moe.sharded_moe": "deepspeed.moe.layer.MoE routes and exchanges tokens; ztk.parallel.moe has its parts",
+    "deepspeed.runtime.config_utils": "pydantic.BaseModel with ConfigDict(extra='forbid') refuses unknown keys",
     "deepspeed.profiling": "use torch.utils.flop_counter.FlopCounterMode, which counts each module's operations",
     "deepspeed.profiling.flops_profiler": "use torch.utils.flop_counter.FlopCounterMode, which counts each module's operations",
     "deepspeed.runtime.constants": "write a key of the configuration as text: config['train_batch_size']",

@@ -53,9 +53,7 @@ def names_of(module: str) -> list[str]:
 def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
     for home, names in homes.items():
         if name in _expand(names, home=home):
-            place, _, table = home.partition(":")
-            found = importlib.import_module(place)
-            return getattr(found, table)[name] if table else getattr(found, name)
+            return getattr(importlib.import_module(home), name)
     if f"{module}.{name}" in MODULES:
         return module_of(f"{module}.{name}")
     way = GONE.get(f"{module}.{name}", "docs/deepspeed.md lists the supported names")
@@ -65,10 +63,7 @@ def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
 def _expand(names: str, *, home: str) -> list[str]:
     if names != "*":
         return names.split()
-    place, _, table = home.partition(":")
-    module = importlib.import_module(place)
-    if table:
-        return list(getattr(module, table))
+    module = importlib.import_module(home)
     return list(getattr(module, "__all__", None) or _defined_in(module))
 
 
