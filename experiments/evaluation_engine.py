@@ -20,7 +20,7 @@ from ztk.core.policies.runs import is_hugging_face
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.experiments import policies
-from ztk.experiments.pretrain import build_model, sample_batch
+from ztk.experiments.pretrain import build_model
 from ztk.experiments.ranks import started
 from ztk.hf.causal import open_causal
 from ztk.parallel.apply import parallelize
@@ -71,7 +71,6 @@ def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
         pipeline=policies.pipeline_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         initial_values=values,
-        sample_batch=sample_batch(config, model=model, device=process.device),
     )
     if isinstance(values, CheckpointValues):
         values.close()

@@ -16,7 +16,7 @@ from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
 from ztk.experiments import policies
-from ztk.experiments.pretrain import adapted, build_model, sample_batch
+from ztk.experiments.pretrain import adapted, build_model
 from ztk.experiments.prompts import PAD, STOP
 from ztk.experiments.tasks import TASKS, name_of
 from ztk.hf.attention_interface import use_attention
@@ -69,7 +69,6 @@ def build(
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
-        sample_batch=sample_batch(config, model=model, device=process.device),
         gathers_outputs=True,
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,

@@ -123,9 +123,6 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
-        sample_batch=None
-        if is_own(config, section="data")
-        else sample_batch(config, model=model, device=process.device),
         ema=policies.ema_policy(config),
         **common,
     )
@@ -167,13 +164,6 @@ def adapted(
         return model, values
     add_adapters(model, policy=lora, base="")
     return model, adapter_values(values, model=model, seed=seed)
-
-
-def sample_batch(config: Config, *, device: torch.device, model: nn.Module | None = None) -> MicroBatch:
-    """Returns a micro-batch of the run's shape, for measuring layers. model: the one that takes it, by default one of ztk's."""
-    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=device)
-    takes_batches = getattr(model, "takes_batches", False)
-    return MicroBatch(args=((tokens, tokens),) if takes_batches else (tokens, tokens))
 
 
 def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ztk
 
 sys.path.insert(0, str(Path(ztk.__file__).parents[1]))  # the programs and the checks of the checkout
@@ -25,12 +27,12 @@ def peak_of_step(*overrides: str, **keys: Any) -> int:
     config = compose(*words, output_dir=".")
     process = Process.start(device="cpu")
     tracker = StepTracker(device="cpu")
-    batch = pretrain.sample_batch(config, device=process.device)
+    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
     with branches_of_a_gpu(offloads=False), tracker:
         engine = pretrain.build_engine(config, process=process)
         for _ in range(STEPS):
             tracker.restart()
-            engine.backward(engine(*batch.args))
+            engine.backward(engine(tokens, tokens))
             engine.step()
         peak = tracker.peak.nbytes
     engine.close()

@@ -14,7 +14,6 @@ from ztk.core.runtime import Topology
 from ztk.core.runtime.comm.planned import Letters
 from ztk.experiments import plan as program
 from ztk.nn import Decoder, DecoderConfig
-from ztk.parallel.pipeline import PipelinePolicy
 from ztk.planner.tracker import StepTracker
 
 CPU = Machine(gpus=0, cores=2)
@@ -199,8 +198,6 @@ def test_inputs_of_recomputed_blocks_in_main_memory_leave_the_device(tmp_path):
 
 
 def test_what_is_not_traced_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"topology.partition=profile: .* use topology.partition=parameters"):
-        small_plan(topology=Topology(pipeline=2), pipeline=PipelinePolicy(partition="profile"))
     with pytest.raises(ValueError, match="OneLoss cannot be cut into stages"):
         small_plan(topology=Topology(pipeline=2))
     with pytest.raises(ValueError, match="reads values of tensors, and a plan has none"):
@@ -212,7 +209,6 @@ def test_what_is_not_traced_is_refused_by_name():
 @pytest.mark.parametrize(
     "override, fault",
     [
-        ("topology=pp2 topology.partition=profile", "topology.partition=profile"),
         ("zero=ddp", "zero=ddp"),
     ],
 )

@@ -15,7 +15,7 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
 from ztk.core.policies.machine import Machine
 from ztk.core.policies.peers import Peer
-from ztk.core.policies.plan import rank_faults, untraced
+from ztk.core.policies.plan import rank_faults
 from ztk.core.policies.runs import device_of, times_kernels
 
 PLAN = "plan"
@@ -41,9 +41,6 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 "out, and plan single layouts, such as zero=stage0 and zero=stage3"
             )
     yield from _price_faults(config)
-    topology = config.topology
-    partition = topology.partition if topology.pipeline > 1 else None
-    yield from untraced(partition=partition)
 
 
 def _price_faults(config: Config) -> Iterator[str]:

@@ -191,11 +191,6 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
             f"topology.pipeline={max(1, layers * ranks // stages)} or a model with more layers"
         )
     yield from partition_faults(topology.partition)
-    if topology.partition == "profile" and is_own(config, section="data"):
-        yield (
-            "topology.partition=profile: measures layers on tokens, and data._target_ has batches of its own; use "
-            "topology.partition=parameters"
-        )
 
 
 def _plan_faults(config: Config) -> Iterator[str]:

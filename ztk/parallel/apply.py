@@ -84,7 +84,6 @@ def parallelize(
     accumulation_steps: int = 1,
     initial_values: InitialValues | None = None,
     fast_linear: bool = False,
-    sample_batch: object | None = None,
     model_divides_sequences: bool = False,
     gathers_outputs: bool = False,
     ema: EmaPolicy | None = None,
@@ -112,7 +111,6 @@ def parallelize(
     fast_linear: on the CPU, torch's own linear layers in `model` multiply float32 by `ztk.nn.linear`, as in the native decoder: up to
         twice as fast, depending on the processor, with other rounding than plain torch. 16-bit types that the processor cannot multiply
         always use it.
-    sample_batch: a micro-batch to measure layers with, for partition="profile".
     model_divides_sequences: the caller passes parts of sequences to the ranks of the mesh's sequence axis, and the model's layers exchange
         data; otherwise the native decoder is changed to do both.
     gathers_outputs: on a mesh with a sequence axis, forwards without targets also divide sequences, and every rank gets the outputs of full
@@ -154,7 +152,7 @@ def parallelize(
     _check_full_parameters(plan)
     apply_float8(plan)
     apply_fast_products(plan, fast_linear=fast_linear)
-    apply_pipeline(plan, sample_batch=sample_batch, is_cut_by_caller=parts is not None)
+    apply_pipeline(plan, is_cut_by_caller=parts is not None)
     apply_tensor(plan, parts=parts)
     if not model_divides_sequences:
         apply_sequence(plan, gathers_outputs=gathers_outputs)
@@ -284,7 +282,7 @@ def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
         raise ValueError(f"fast_linear=True has no effect on {device}: leave it out")
 
 
-def apply_pipeline(plan: Plan, *, sample_batch: object | None, is_cut_by_caller: bool = False) -> None:
+def apply_pipeline(plan: Plan, *, is_cut_by_caller: bool = False) -> None:
     """Keeps only this rank's stages in the model, and records which parameters of the full model train.
 
     A stage may have no block to recompute and no weight to cut, so both are looked for in the full model.
@@ -302,9 +300,7 @@ def apply_pipeline(plan: Plan, *, sample_batch: object | None, is_cut_by_caller:
             blocks(layers.whole(), policy=plan.recompute)
         if plan.mesh.comm("tp").size > 1 and not is_cut_by_caller:
             plan.full_tensors = full_plan(layers.whole(), policy=plan.tensor)
-        plan.stages = getattr(model, "stages", None) or split(
-            layers, policy=plan.pipeline, mesh=plan.mesh, sample_batch=sample_batch
-        )
+        plan.stages = getattr(model, "stages", None) or split(layers, policy=plan.pipeline, mesh=plan.mesh)
         if plan.pipeline.schedule is ScheduleName.zero_bubble:
             plan.deferred.attach(model)
     if not plan.trained and plan.optimizer.lr > 0:  # lr=0: a model that only runs forward, its parameters frozen

@@ -10,7 +10,6 @@ from torch import nn
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.peers import Peer
-from ztk.core.policies.plan import untraced
 from ztk.core.policies.ranges import refuse
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
@@ -61,13 +60,12 @@ def plan(
 
     Every stage of a pipeline is traced. Experts are planned with equal loads: each expert gets the same number of rows.
 
-    Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers, which a plan does
-    not trace, for float8 products on hardware without them, and for a model that reads its tensors' values.
+    Raises ValueError for policies that do not fit together or do not fit the model, for float8 products on hardware without them, and for a
+    model that reads its tensors' values.
     """
     topology, recompute, pipeline = topology or Topology(), recompute or RecomputePolicy(), pipeline or PipelinePolicy()
     offload = offload or OffloadPolicy()
-    partition = pipeline.partition if topology.pipeline > 1 else None
-    refuse((*untraced(partition=partition), *_without_rate(precision, hardware=hardware)))
+    refuse(_without_rate(precision, hardware=hardware))
     policies = {
         "optimizer": optimizer or OptimizerPolicy(),
         "precision": precision,

@@ -12,7 +12,7 @@ from tests.parallel.pipeline.models import DECODER, decoder, micro_batches, pipe
 from ztk.nn import Decoder, initial_values
 from ztk.parallel.pipeline import LayerSpec, MicroBatch, PipelineModule, PipelinePolicy, TiedLayerSpec
 from ztk.parallel.pipeline.partition import balanced, by_type, uniform
-from ztk.parallel.pipeline.stages import cut, layered, measure_costs, plan
+from ztk.parallel.pipeline.stages import cut, layered, plan
 
 
 def sizes(cuts: tuple[range, ...]) -> list[int]:
@@ -162,55 +162,3 @@ def test_specs_want_module_classes():
         LayerSpec(nn.Linear(2, 2))
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
     assert TiedLayerSpec("k", nn.Linear, 2, 2).tied_weight_attr == "weight"
-
-
-class Costly(nn.Module):
-    """Multiplies matrices for a time that its first argument gives."""
-
-    def __init__(self, repeats: int) -> None:
-        super().__init__()
-        self.repeats = repeats
-        self.weight = nn.Parameter(torch.eye(192))
-        self.extra = nn.Parameter(torch.zeros(repeats))  # another shape: measured by itself
-
-    def forward(self, x):
-        for _ in range(self.repeats):
-            x = x @ self.weight
-        return x
-
-
-def test_measured_costs_follow_the_work():
-    """One layer has forty times the work of the others; between these, measurements differ by the machine's noise."""
-    model = PipelineModule([LayerSpec(Costly, repeats) for repeats in (2, 2, 2, 80)])
-    costs = measure_costs(model, batch=MicroBatch.of((torch.randn(192, 192), None)), device=torch.device("cpu"))
-    assert costs[3] > 4 * max(costs[:3])
-    assert not list(model.parameters())
-    assert sizes(plan(model, method="profile", num_stages=2, costs=costs)) == [3, 1]
-
-
-@pytest.mark.parametrize("kind", ["cpu", "meta"])
-def test_layers_are_measured_where_the_run_computes(kind):
-    """The meta device stands for a GPU: layers and the batch move there, and the script's own objects are unchanged."""
-    seen = []
-    own = nn.BatchNorm1d(4)
-    model = PipelineModule(
-        [LayerSpec(nn.Linear, 4, 4), own, LayerSpec(nn.Linear, 4, 4)], loss_fn=nn.functional.mse_loss
-    )
-    own.register_forward_hook(lambda module, inputs, out: seen.extend([out.device.type, module.weight.device.type]))
-    before = {**dict(own.named_parameters()), **dict(own.named_buffers())}
-    batch = MicroBatch.of((torch.randn(3, 4), torch.randn(3, 4)))
-    assert len(measure_costs(model, batch=batch, device=torch.device(kind))) == 3
-    assert set(seen) == {kind} and batch.args[0].device.type == "cpu"
-    after = {**dict(own.named_parameters()), **dict(own.named_buffers())}
-    assert all(after[name] is value for name, value in before.items())
-    assert own.num_batches_tracked == 0
-
-
-def test_a_decoder_is_measured_on_the_meta_device():
-    model, _ = decoder(DECODER)
-    tokens = micro_batches(0, replica=0, replicas=1)[0]
-    costs = measure_costs(layered(model), batch=MicroBatch.of(tokens), device=torch.device("cpu"))
-    assert len(costs) == DECODER.layers + 2
-    assert min(costs) > 0
-    assert len(set(costs[1:-1])) == 1  # equal blocks are measured once
-    assert all(parameter.is_meta for parameter in model.parameters())

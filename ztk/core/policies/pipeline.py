@@ -7,7 +7,7 @@ from enum import StrEnum
 from ztk.core.policies.key import When, key, key_faults
 from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO, member, pattern_faults, refuse
 
-PARTITION_METHODS = "uniform, parameters, products, type:PATTERN or profile"
+PARTITION_METHODS = "uniform, parameters, products or type:PATTERN"
 
 # `1f1b` is no name that a class body can have. The help of topology.schedule describes the members.
 ScheduleName = StrEnum(
@@ -49,8 +49,8 @@ class PipelinePolicy:
         ),
     )
     partition: str = key(
-        "how layers are balanced over stages: uniform (number of layers), parameters, products (elements of matrices, without embeddings), "
-        "type:PATTERN (layers of these classes) or profile (measured time)",
+        "how layers are balanced over stages: uniform (number of layers), parameters, products (elements of matrices, without embeddings) or "
+        "type:PATTERN (layers of these classes)",
         default="parameters",
         acts=_PIPELINE,
     )
@@ -115,7 +115,7 @@ def interleaved_faults(*, num_ranks: int, num_micro_batches: int | None, virtual
 
 def partition_faults(partition: str | None) -> Iterator[str]:
     """Checks that `topology.partition` is one of PARTITION_METHODS and its pattern a regular expression."""
-    if partition is None or partition in ("uniform", "parameters", "products", "profile"):
+    if partition is None or partition in ("uniform", "parameters", "products"):
         return
     if partition.startswith("type:"):
         yield from pattern_faults(partition.removeprefix("type:"), key="topology.partition")

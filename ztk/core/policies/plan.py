@@ -141,9 +141,3 @@ def rank_faults(plan: PlanConfig) -> Iterator[str]:
             rank_counts(plan.ranks)
         except ValueError as error:
             yield str(error)
-
-
-def untraced(*, partition: str | None) -> Iterator[str]:
-    """One line per fault. partition: the pipeline's, or None without a pipeline."""
-    if partition == "profile":
-        yield "topology.partition=profile: a plan computes nothing and cannot measure layers; use topology.partition=parameters"

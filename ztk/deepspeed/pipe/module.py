@@ -20,9 +20,7 @@ class PipelineModule(pipeline.PipelineModule):
     num_stages or topology: the ranks along "pipe". The rest of the world is data-parallel.
     seed_layers: builds layer i after `seed_fn(base_seed + i)`, so that its values do not depend on the stages. Otherwise each rank
     continues with the script's random state.
-    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed declares without an
-    implementation, cuts by the times that rank 0 measures for every layer's forward and backward on `sample_batch`, a micro-batch
-    (inputs, labels).
+    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters".
     activation_checkpoint_interval: layers. See `ztk.parallel.pipeline.PipelineModule`, also for activation_checkpoint_func.
     checkpointable_layers: accepted and ignored; all classes are recomputed in groups of the interval.
     dynamic_shape: activations may change shape independently of the micro-batches. Not needed for shapes that follow the micro-batches'.
@@ -44,8 +42,6 @@ class PipelineModule(pipeline.PipelineModule):
         activation_checkpoint_func: Callable | None = None,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
-        *,
-        sample_batch: tuple | None = None,
     ) -> None:
         del checkpointable_layers
         super().__init__(layers, loss_fn=loss_fn, base_seed=base_seed if seed_layers else None, seed_fn=seed_fn)
@@ -53,8 +49,7 @@ class PipelineModule(pipeline.PipelineModule):
         self._topo = _topology(topology, num_stages=num_stages, process=process)
         self.num_stages = self._topo.get_dim("pipe")
         self.process = arrange(process, Topology(pipeline=self.num_stages))
-        method = _method(partition_method, sample_batch=sample_batch)
-        self.policy = PipelinePolicy(partition=method, dynamic_shapes=dynamic_shape)
+        self.policy = PipelinePolicy(partition=_method(partition_method), dynamic_shapes=dynamic_shape)
         self.activation_checkpoint_interval = activation_checkpoint_interval
         if activation_checkpoint_func is not None:
             self.recompute = activation_checkpoint_func
@@ -63,7 +58,7 @@ class PipelineModule(pipeline.PipelineModule):
             self.build()
             self.parts = [0, len(self.layers)]
         else:
-            self.stages = split(self, policy=self.policy, mesh=self.process.mesh, sample_batch=sample_batch)
+            self.stages = split(self, policy=self.policy, mesh=self.process.mesh)
             self.parts = [0, *(indices.stop for indices in self.stages.boundaries)]
 
     @property
@@ -124,14 +119,7 @@ def _topology(given: ProcessTopology | None, *, num_stages: int | None, process:
     return given
 
 
-def _method(given: str, *, sample_batch: tuple | None) -> str:
+def _method(given: str) -> str:
     """Translates DeepSpeed's name of a partition to ztk's."""
     method = given.lower()
-    if method == "profile" and sample_batch is None:
-        raise ValueError(
-            'partition_method="profile": layers are cut before there is data to measure them with; pass '
-            'sample_batch=(inputs, labels), or use "parameters"'
-        )
-    if method != "profile" and sample_batch is not None:
-        raise ValueError(f'sample_batch has no effect with partition_method="{given}"; leave it out, or use "profile"')
     return "parameters" if method == "best" else given if method.startswith("type:") else method

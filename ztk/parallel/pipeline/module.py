@@ -136,12 +136,6 @@ class PipelineModule(nn.Module):
         self.keep([index for index in range(len(self.specs)) if not self._is_built(index)])
         return self
 
-    def forget(self, index: int) -> None:
-        """Drops layer `index`; a tied layer only if no other layer of its key is built."""
-        spec = self.specs[index]
-        if self._modules.pop(str(index), None) is None and isinstance(spec, TiedLayerSpec):
-            del self.tied_modules[spec.key]
-
     def forward(self, inputs: Carry, labels: object = None) -> Carry:
         """The full model on one rank; builds layers that are not built yet."""
         self.build()
