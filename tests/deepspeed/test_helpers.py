@@ -63,14 +63,6 @@ def test_memory_is_seen_when_forced(lines):
     helpers.see_memory_usage("loud", force=True)
     first, second = lines()
     assert first == "loud" and second.startswith("CPU virtual memory: used = ")
-    helpers.memory_status("here")
-    helpers.memory_status("not here", print_rank=3)
-    assert lines()[-1].startswith("RANK=0 MEMSTATS here current alloc=") and len(lines()) == 3
-    kept = torch.ones(2**26)  # 256 MiB: its change is visible among the process's other changes
-    helpers.memory_status("more")
-    change = float(lines()[-1].partition("delta=")[2].partition("GB")[0])
-    assert 0.2 < change < 0.4 and kept is not None
-    assert helpers.get_ma_status() > 2**28
     helpers.empty_cache()
 
 
@@ -88,10 +80,6 @@ def test_tensors_in_containers_move():
     tensor = torch.ones(2)
     moved = helpers.move_to_device({"a": [tensor, (tensor, 3)]}, "meta")
     assert moved["a"][0].device.type == "meta" and moved["a"][1][1] == 3 and tensor.device.type == "cpu"
-    copied = helpers.copy_to_device(
-        [tensor, torch.ones(1, dtype=torch.long)], "meta", lambda x: torch.is_tensor(x) and x.is_floating_point()
-    )
-    assert [t.device.type for t in copied] == ["meta", "cpu"]
     assert helpers.move_to_device(tensor, "cpu", lambda x: True) is tensor
 
 
@@ -106,18 +94,12 @@ def test_a_model_is_made_on_another_device_and_in_another_dtype():
     assert torch.get_default_dtype() is torch.float
 
 
-def test_small_helpers(tmp_path):
+def test_small_helpers():
     @helpers.instrument_w_nvtx
     def double(x):
         return 2 * x
 
     assert double(3) == 6 and double.__name__ == "double"
-    assert helpers.call_to_str("f", 1, b="c") == "f(1, b='c')"
-    assert helpers.get_only_unique_item([2, 2]) == 2
-    with pytest.raises(RuntimeError, match="expected one value"):
-        helpers.get_only_unique_item([1, 2])
-    helpers.ensure_directory_exists(str(tmp_path / "a" / "b.txt"))
-    assert (tmp_path / "a").is_dir()
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 3.0)
     assert helpers.clip_grad_norm_([parameter], 1.0) == 6.0 and parameter.grad.norm() == pytest.approx(1.0)

@@ -63,23 +63,6 @@ def test_names_that_went_show_the_way():
         deepspeed.zero.estimate_zero3_model_states_mem_needs_all_live  # noqa: B018
 
 
-def test_partitions_are_bounds():
-    assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10] and utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
-    assert utils.partition_balanced([1] * 2, 4) == [0, 1, 2, 2, 2]
-    assert utils.partition_balanced([0, 1, 2, 3, 3, 3], 4) == [0, 3, 4, 5, 6]
-    assert utils.partition_balanced([0.0, 1.1, 30, 3.0], 3) == [0, 2, 3, 4]
-    bert = [52559872, *[12596224] * 24, 0, 52559872]
-    bounds = utils.partition_balanced(bert, 8)
-    heaviest = max(sum(bert[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False))
-    assert bounds[0] == 0 and bounds[-1] == len(bert) and len(bounds) == 9
-    parts, room = 1, heaviest - 1  # filling parts up to a lower limit needs more of them
-    for weight in bert:
-        parts, room = (parts, room - weight) if weight <= room else (parts + 1, heaviest - 1 - weight)
-    assert parts > 8 or room < 0
-    with pytest.raises(ValueError, match="num_parts=0"):
-        utils.partition_uniform(3, 0)
-
-
 def test_words_about_the_build():
     assert deepspeed.__git_hash__ == git_hash == module_of("deepspeed.git_version_info").git_hash
     assert module_of("deepspeed.git_version_info").installed_ops == {}

@@ -157,10 +157,7 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.ulysses.tiles": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
     },
     "deepspeed.runtime.utils": {
-        "ztk.deepspeed.tools.helpers": (
-            "call_to_str clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists get_ma_status get_only_unique_item "
-            "memory_status move_to_device partition_balanced partition_uniform see_memory_usage set_random_seed"
-        ),
+        "ztk.deepspeed.tools.helpers": "clip_grad_norm_ empty_cache move_to_device see_memory_usage set_random_seed",
     },
     "deepspeed.runtime.zero": ZERO,
     "deepspeed.runtime.zero.config": {"ztk.deepspeed.saved.types": "ZeroStageEnum"},

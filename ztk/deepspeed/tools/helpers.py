@@ -1,12 +1,11 @@
-"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils`: nested data, memory in use, partitions.
+"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils`: nested data, memory in use.
 
 Norms have the dtype of the gradients.
 """
 
 import functools
-import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -17,7 +16,6 @@ from torch import Tensor
 from ztk.core.runtime.system_memory import machine_memory, process_memory
 from ztk.deepspeed.tools.device import get_accelerator
 from ztk.deepspeed.tools.log import logger, show_messages
-from ztk.parallel.pipeline.partition import balanced, uniform
 
 
 def set_random_seed(seed: int) -> None:
@@ -25,11 +23,6 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Creates the folder of a file."""
-    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -55,11 +48,6 @@ def move_to_device(item: Any, device: object, criterion_func: Callable[[object],
     return map_nested(item, moved)
 
 
-def copy_to_device(item: Any, device: object, criterion_func: Callable[[object], bool]) -> Any:
-    """Copies the items for which criterion_func is true, in lists, tuples and dicts. Other items are returned unchanged."""
-    return map_nested(item, lambda one: one.to(device) if criterion_func(one) else one)
-
-
 def map_nested(item: Any, change: Callable[[Any], Any]) -> Any:
     """Returns `item` with change(value) in place of every value in its lists, tuples and dicts."""
     if isinstance(item, (list, tuple)):
@@ -81,20 +69,6 @@ def clip_grad_norm_(
             "mpu: not offered here; set gradient_clipping in the configuration, which clips over all ranks"
         )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-
-
-def call_to_str(base: str, *args: object, **kwargs: object) -> str:
-    """Returns `base(1, key=2)`."""
-    words = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
-    return f"{base}({', '.join(words)})"
-
-
-def get_only_unique_item(items: Iterable) -> object:
-    """Returns the common value of all items. Raises RuntimeError if they differ."""
-    found = set(items)
-    if len(found) != 1:
-        raise RuntimeError(f"expected one value, found {sorted(map(str, found))}")
-    return found.pop()
 
 
 def instrument_w_nvtx(func: Callable) -> Callable:
@@ -137,43 +111,10 @@ class OnDevice:
 GIB = 2**30
 
 
-def get_ma_status() -> int:
-    """Returns the bytes that this process has allocated on its device; 0 on ranks other than 0."""
-    return 0 if dist.is_initialized() and dist.get_rank() else get_accelerator().memory_allocated()
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Logs the device's memory and its changes since the last call. print_rank: -1 for every rank."""
-    global _last
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if print_rank not in (-1, rank):
-        return
-    if reset_max:
-        get_accelerator().reset_peak_memory_stats()
-    now = _now()
-    before, _last = _last, now
-    show_messages(None)
-    logger.info(
-        "RANK=%d MEMSTATS %s current alloc=%.4fGB (delta=%.4fGB max=%.4fGB) current cache=%.4fGB (delta=%.4fGB max=%.4fGB)",
-        *(rank, msg),
-        *(nbytes / GIB for n in (0, 1) for nbytes in (now[n], now[n] - before[n], now[n + 2])),
-    )
-
-
 def empty_cache() -> None:
     """Frees the GPU allocator's cached memory and resets its peaks."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
-
-
-def _now() -> tuple[int, int, int, int]:
-    """Returns bytes on the GPU, or of this process: allocated, reserved, and the peaks of both."""
-    device = get_accelerator()
-    most = device.max_memory_allocated(), device.max_memory_reserved()
-    return device.memory_allocated(), device.memory_reserved(), *most
-
-
-_last = (0, 0, 0, 0)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -183,7 +124,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     show_messages(None)
     logger.info(message)
     if not get_accelerator().is_synchronized_device():  # on a GPU
-        allocated, reserved, most, most_reserved = (nbytes / GIB for nbytes in _now())
+        device = get_accelerator()
+        most, most_reserved = device.max_memory_allocated() / GIB, device.max_memory_reserved() / GIB
+        allocated, reserved = device.memory_allocated() / GIB, device.memory_reserved() / GIB
         words = "MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB"
         logger.info(words, allocated, most, reserved, most_reserved)
         get_accelerator().reset_peak_memory_stats()
@@ -195,24 +138,3 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         100 * used / host["MemTotal"],
         own["VmRSS"] / GIB,
     )
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Returns num_parts + 1 bounds: part p is items [bounds[p], bounds[p + 1]). With fewer items than parts, the last parts are empty."""
-    _check_parts(num_parts)
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    return [0, *(part.stop for part in uniform(num_items, num_stages=num_parts))]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Returns bounds, as `partition_uniform`, that minimize the heaviest part. Of several solutions, returns the most even one."""
-    _check_parts(num_parts)
-    if len(weights) <= num_parts:
-        return partition_uniform(len(weights), num_parts)
-    return [0, *(part.stop for part in balanced(weights, num_stages=num_parts))]
-
-
-def _check_parts(num_parts: int) -> None:
-    if num_parts < 1:
-        raise ValueError(f"num_parts={num_parts}: must be 1 or more")
