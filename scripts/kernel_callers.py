@@ -46,6 +46,7 @@ HOT_PATHS = {
     "quantize": "quantised exchange: before it is sent",
     "dequantize": "quantised gather of parameters: after it has come",
     "dequantize_reduce": "quantised reduction of gradients: sum of the received parts",
+    "symmetric_product": "step: Muon's products of a matrix with its transpose, and of a symmetric one with itself",
     "float8_largest": "float8 products: largest magnitudes of rows and columns",
     "float8_codes": "float8 products: codes and scales by rows and columns",
 }

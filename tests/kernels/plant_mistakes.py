@@ -1,4 +1,4 @@
-"""Plants 89 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
+"""Plants 93 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
 
 Each mistake is a small edit of a kind that code reviews miss: a mask, an offset, a term, a value carried between rounds of a loop, the width
 of a reduction, a dtype, two programs on one row. The checks are those in tests/kernels: every shape, variant and `reach` of the op against its
@@ -136,6 +136,10 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("dtype", "float8_codes", "shared/fp8.py", "b_size < 6.103515625e-05", "b_size < 0.015625", 0),
         ("term", "float8_largest", "ops/float8.py", "b_x *= b_factor[None, :]", "b_x *= 1.0", 0),
         ("two on one row", "float8_largest", "ops/float8.py", "atomic_max(rows_ptr + i_r + o_r", "atomic_max(rows_ptr + o_r", 0),
+        ("mask", "symmetric_product", "ops/symmetric_product.py", "(o_k < K)[None, :]", "(o_k < K - 1)[None, :]", 0),
+        ("mask", "symmetric_product", "ops/symmetric_product.py", "o_i[None, :] < o_j", "o_i[None, :] + 1 < o_j", 0),
+        ("offset", "symmetric_product", "ops/symmetric_product.py", "i_t - i_j * (i_j + 1) // 2, i_j", "i_t - i_j * i_j // 2, i_j", 0),
+        ("term", "symmetric_product", "ops/symmetric_product.py", "b_out += linear * tl", "b_out += tl", 0),
     )  # fmt: skip
     return tuple(Mistake(kind=k, op=o, file=f, old=a, new=b, nth=n) for k, o, f, a, b, n in rows)
 

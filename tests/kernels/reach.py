@@ -34,6 +34,12 @@ REACH: dict[str, tuple[Reach, ...]] = {
         Reach(shape=(2, 32768), inputs={"inplace": True}, dtype=torch.bfloat16),  # no tail
     ),
     "draw_rows": (Reach(shape=(66, 16, 40)),),
+    "symmetric_product": (  # tiles on both sides of the diagonal, of both sizes; a sum of three steps
+        Reach(shape=(300, 136), dtype=torch.float16),
+        Reach(shape=(300, 131), dtype=torch.float16),  # without descriptors
+        Reach(shape=(300, 72), dtype=torch.float16, target="gfx942"),
+        Reach(shape=(300, 300), dtype=torch.float16, inputs={"polynomial": True}),
+    ),
     "float8_largest": (Reach(shape=(300, 200), inputs={"factor": True}),),  # three by four tiles
     "float8_codes": (
         Reach(shape=(300, 200), inputs={"factor": True}),

@@ -27,7 +27,7 @@ BOUND = (
     "cache_rows", "paged_attention", "linear_rows", "gated_rows", "draw_rows", "adamw", "adamw_bf16", "adamw_8bit", "adamw_stochastic", "lion",
     "sgd", "moe_route", "router_losses", "select_rows", "quantize", "dequantize", "dequantize_reduce", "sharded_cross_entropy", "segment_scan",
     "copy_blocks", "step_control", "linear_logprob", "grouped_matmul", "grouped_matmul_pair", "float8_largest",
-    "float8_codes",
+    "float8_codes", "symmetric_product",
 )  # fmt: skip
 
 

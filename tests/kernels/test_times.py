@@ -33,6 +33,7 @@ SHAPES = {
     "gated_rows": (4, 256, 256),
     "draw_rows": (4, 256, 256),
     "select_rows": (4, 256),
+    "symmetric_product": (64, 256),
     "float8_largest": (64, 256),
     "float8_codes": (64, 256),
 }

@@ -47,6 +47,7 @@ from ztk.kernels.ops.sharded_cross_entropy import sharded_cross_entropy
 from ztk.kernels.ops.step_control import step_control
 from ztk.kernels.ops.sum_of_squares import sum_of_squares
 from ztk.kernels.ops.swiglu import swiglu
+from ztk.kernels.ops.symmetric_product import symmetric_product
 from ztk.kernels.shared.activation import activate_cpu
 from ztk.kernels.shared.control import (
     CONTROL_COLUMNS,
@@ -147,5 +148,6 @@ __all__ = [
     "step_control",
     "sum_of_squares",
     "swiglu",
+    "symmetric_product",
     "tiles_of",
 ]

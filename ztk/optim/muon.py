@@ -60,8 +60,8 @@ def orthogonalise(matrix: Tensor, *, steps: int = 5) -> Tensor:
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=EPS)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = kernels.symmetric_product(x)
+        x = torch.addmm(x, kernels.symmetric_product(gram, square=c, linear=b), x, beta=a)
     return x.T if is_tall else x
 
 

@@ -33,6 +33,7 @@ from ztk.kernels.ops import (
     step_control,
     sum_of_squares,
     swiglu,
+    symmetric_product,
 )
 from ztk.kernels.shared.spec import OpSpec
 
@@ -42,7 +43,7 @@ _MODULES = (
     quantize, layer_norm, adamw_bf16, adamw_8bit, adamw_stochastic, attention, moe_routing, grouped_gemm,
     linear_cross_entropy, moe_combine, segment_scan, linear_logprob, linear_rows, cache_rows, paged_attention,
     copy_blocks, sharded_cross_entropy, router_losses, draw_rows, select_rows,
-    float8,
+    float8, symmetric_product,
 )  # fmt: skip
 ALL_OPS: tuple[OpSpec, ...] = tuple(
     spec for module in _MODULES for spec in vars(module).values() if isinstance(spec, OpSpec)

@@ -19,7 +19,22 @@ def with_segments(kernel: str, instructions: float, **budget: object) -> tuple[A
     return flat(kernel, instructions, **budget), segments
 
 
+def symmetric(shape: tuple[int, int], *, variant: str, described: bool = True, **options: object) -> AotCase:
+    targets = ("sm_90",) if described else ("sm_80", "sm_100", "gfx942")
+    return AotCase(
+        kernel="_symmetric_product", shape=shape, variant=variant, targets=targets, matrix_instructions=True, tensor_loads=described,
+        vector_load_bytes=0 if described else 16, vector_reason="the copy engine loads" if described else "", **options,
+    )  # fmt: skip
+
+
 CASES = {
+    "symmetric_product": (
+        # Four stages of 32 KiB; of 16 KiB with tiles of 64, of which a processor has three.
+        symmetric((4096, 14336), variant="x x^T", min_shared_bytes=128 << 10),
+        symmetric((4096, 4096), variant="polynomial", inputs={"polynomial": True}, min_shared_bytes=128 << 10),
+        symmetric((2048, 8192), variant="x x^T, tiles of 64", min_shared_bytes=64 << 10, min_programs=3),
+        symmetric((4096, 4096), variant="x x^T by pointers", described=False),
+    ),
     "step_control": (
         AotCase(
             kernel="_step_control",
