@@ -241,8 +241,8 @@ def test_tiles_equal_one_piece():
         "compute": lambda x: tiles.sequence_tiled_compute(
             lambda x, scale: mlp(x) * scale, 10, 4, {"x": x}, {"scale": 1.0}, "x", output_reduction=None
         ).square().sum(),
-        "mean": lambda x: 2 * 10 * 8 * tiles.SequenceTiledCompute.apply(
-            lambda x: mlp(x).square().mean(), 10, 5, ["x"], [], "x", None, 0, "mean", x
+        "mean": lambda x: 2 * 10 * 8 * tiles.sequence_tiled_compute(
+            lambda x: mlp(x).square().mean(), 10, 5, {"x": x}, {}, "x", output_unshard_dimension=0
         ),
         "loss": lambda x: tiles.TiledFusedLogitsLoss.apply(total, mlp, x, y, None, 3, list(mlp.parameters()), "sum"),
         "masked": lambda x: tiles.TiledFusedLogitsLoss.apply(masked, mlp, x, y, mask, 3, None, "sum"),

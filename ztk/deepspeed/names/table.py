@@ -154,7 +154,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"ztk.deepspeed.ulysses.state": "*"},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "ztk.deepspeed.ulysses.hf": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
-        "ztk.deepspeed.ulysses.tiles": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
+        "ztk.deepspeed.ulysses.tiles": "TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
     },
     "deepspeed.runtime.utils": {
         "ztk.deepspeed.tools.helpers": "clip_grad_norm_ empty_cache move_to_device see_memory_usage set_random_seed",

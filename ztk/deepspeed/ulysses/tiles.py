@@ -44,36 +44,6 @@ def sequence_tiled_compute(
     return joined if output_reduction is None else getattr(joined, output_reduction)()
 
 
-class SequenceTiledCompute:
-    """`sequence_tiled_compute` by its other name, over tensors [B, T, ..]."""
-
-    @staticmethod
-    def apply(
-        fn: Callable[..., Tensor],
-        seqlen: int,
-        shards: int,
-        keys_to_shard: list[str],
-        keys_to_pass: list[str],
-        grad_requiring_tensor_key: str | None,
-        compute_params: Iterable | None,
-        output_unshard_dimension: int,
-        output_reduction: str | None,
-        *args: Any,
-    ) -> Tensor:
-        cut = len(keys_to_shard)
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            dict(zip(keys_to_shard, args[:cut], strict=True)),
-            dict(zip(keys_to_pass, args[cut:], strict=True)),
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
-
-
 class TiledMLP:
     """An MLP with the forward `TiledMLP.apply(fn, self, x, shards, compute_params)`."""
 
