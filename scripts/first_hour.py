@@ -162,7 +162,7 @@ def several_steps(*, dry: bool) -> list[Step]:
         *(several("identity", precision, limit=60) for precision in ("fp32", "bf16")),
         several("volume", limit=45),
         *(several("overlap", contender, limit=50) for contender in ("ztk1", "ztk3", "ztk3+cpu")),
-        *(several("speed", contender, limit=40) for contender in ("ztk0", "ztk1", "ztk3", *peers)),
+        *(several("speed", contender, limit=35) for contender in ("ztk0", "ztk1", "ztk3", "ztk3+cpu", *peers)),
     ]
 
 

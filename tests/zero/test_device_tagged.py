@@ -124,7 +124,7 @@ def norm_is_read() -> Any:
 
 def nothing_is_copied_back() -> Any:
     """Updates on the host, and leaves the device's parameters as they are."""
-    ended = Copy(stream=Streams().new(DEVICE), event=Streams().new(DEVICE), device=DEVICE)
+    ended = Copy(event=Streams().new(DEVICE), device=DEVICE)
     return mock.patch.object(update, "start_copy", lambda source, *, out: ended)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,10 +14,10 @@ from ztk.core.policies.recompute import RecomputePolicy
 from ztk.core.runtime import MemoryLedger, streams
 from ztk.core.runtime import store as device_store
 from ztk.core.runtime.comm.comm import Work
-from ztk.core.runtime.comm.planned import PlannedComm
+from ztk.core.runtime.comm.planned import PlannedComm, PlannedTransport
 from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import host_bytes
-from ztk.core.runtime.streams import Copy
+from ztk.core.runtime.streams import Aside, Copy
 from ztk.inference.device_stream import DeviceLayers
 from ztk.inference.parts import LayerBuffer, LayerFile
 from ztk.parallel.recompute.inputs import InputStore
@@ -33,6 +34,7 @@ CASES = {
     "states on the host, stage 3": Case(ranks=2, stage=3, offload="cpu", dtype="bf16"),
     "parameters on the host, states on the device": Case(ranks=2, stage=3, parameters="cpu", dtype="bf16"),
     "disk": Case(ranks=2, stage=3, offload="nvme", parameters="nvme", dtype="bf16", accumulation=2),
+    "everything on the device": Case(ranks=2, stage=3, dtype="bf16", accumulation=2, layers=12),
     "one rank": Case(ranks=1, stage=3, offload="cpu", parameters="cpu", dtype="bf16"),
     "groups of ranks, host": Case(
         ranks=4, stage=3, offload="cpu", parameters="cpu", dtype="bf16", zero={"hpz_partition_size": 2}
@@ -92,6 +94,13 @@ def _abandoned_fetch(exchange, full, *, label, fetch, is_exact):
     return _gather(exchange, full, label=label, fetch=fetch, is_exact=is_exact)
 
 
+def _anywhere(aside, task):
+    """`Aside.run` without the wait for the work before it."""
+    with mock.patch.object(aside, "_behind", mock.Mock(clock={})):
+        return _run_aside(aside, task)
+
+
+_run_aside = Aside.run
 _copy_on, _copy_behind, _gather = streams.copy_on, streams.copy_behind, QuantizedCollectives.gather
 Plant = Callable[[], contextlib.AbstractContextManager]
 
@@ -123,6 +132,7 @@ PLANTS: dict[str, tuple[str, Plant]] = {
         lambda: mock.patch("tests.core.streams.model.StreamModel.keep_for", _nothing),
     ),
     "an input comes back before it is away": ("inputs on the host", _put(streams, "copy_on", _before_others)),
+    "a gather starts before its place in the order": ("parameters on the host", _put(Aside, "run", _anywhere)),
 }
 
 
@@ -132,6 +142,44 @@ def test_a_planted_race_is_found(name, tmp_path):
     with modelled() as model, plant():
         planned(CASES[case], folder=str(tmp_path))
     assert model.races
+
+
+# Overlap
+
+
+def lags(case: Case, *, folder: str) -> list[int]:
+    """For each all-gather of rank 0 in the order of their issue: computing's operations so far that it does not wait for."""
+    found: list[int] = []
+    with modelled() as model:
+        gather, compute = PlannedTransport.all_gather, model.current(torch.device("meta"))
+
+        def counted(transport, full, *, label, **more):
+            if label.startswith("all_gather"):
+                seen = model.current(full.device).clock.get(compute.name, 0)
+                found.append(compute.clock.get(compute.name, 0) - seen)
+            return gather(transport, full, label=label, **more)
+
+        with mock.patch.object(PlannedTransport, "all_gather", counted):
+            planned(replace(case, layers=12), folder=folder)  # with fewer, nothing is gathered ahead
+    assert not model.races
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("parameters on the host", 12),  # the twelve layers, in the forward after the first step's update
+        ("states on the host, stage 3", 12),
+        ("disk", 72),  # each gather that is asked for ahead, because it waits for the disk
+    ],
+)
+def test_gathers_run_next_to_the_forward_while_later_buckets_are_updated(name, expected, tmp_path):
+    """A gather that is asked for ahead follows the operations before that, not those of the layer that is computed meanwhile."""
+    found = lags(CASES[name], folder=str(tmp_path))
+    assert sum(lag > 0 for lag in found) == expected
+    with mock.patch.object(Aside, "run", lambda aside, task: task()):
+        in_order = lags(CASES[name], folder=str(tmp_path))
+    assert len(in_order) == len(found) and not any(in_order)
 
 
 # Single parts, whose faults the order of a step hides

@@ -5,8 +5,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ztk.core.runtime.streams import Copy
-
 
 class Pending(Protocol):
     """Asynchronous work. `wait()` returns when it is done, with its tensor (any shape) if there is one, and raises its error."""
@@ -19,7 +17,6 @@ class Handle:
 
     value: the return value of `wait()`, of any shape. finish: called by every `wait()` before it returns. If omitted, the work is done.
     is_immediate: a collective that depends on it may start at once, on every rank alike (see `Comm.all_gather`).
-    copy: the copy that produces the value, if `finish` only waits for it. A collective may be issued on its stream.
     """
 
     def __init__(
@@ -28,9 +25,8 @@ class Handle:
         *,
         finish: Callable[[], object] | None = None,
         is_immediate: bool = False,
-        copy: Copy | None = None,
     ) -> None:
-        self.is_immediate, self.copy = is_immediate, copy
+        self.is_immediate = is_immediate
         self._value, self._finish = value, finish
 
     def wait(self) -> Tensor | None:

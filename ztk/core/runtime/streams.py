@@ -1,4 +1,5 @@
-"""Copies between host and device, on two streams per device, one in each direction. No other module creates copy streams.
+"""Copies between host and device, on two streams per device, one in each direction, and gathers, on a third. No other module creates such
+streams.
 
 [Note: Stream order]
 A copy starts after the work given to the current stream before the call, and after the copy passed as `after`. `Copy.wait` makes the
@@ -10,12 +11,14 @@ every use of a buffer is ordered after earlier uses. Copies are between tensors 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Event(Protocol):
@@ -105,12 +108,18 @@ _active = _Active()
 def use_api(api: StreamApi) -> Iterator[None]:
     """Context in which `api` provides the streams."""
     before, _active.api = _active.api, api
-    _copies.cache_clear()
+    _forget()
     try:
         yield
     finally:
         _active.api = before
-        _copies.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    """Drops the streams of the API before."""
+    _copies.cache_clear()
+    _gathers.cache_clear()
 
 
 def has_streams(tensor: Tensor) -> bool:
@@ -143,9 +152,8 @@ def is_capturing(tensor: Tensor) -> bool:
 class Copy:
     """A copy issued to a stream. `wait` orders the current stream after it, `synchronize` blocks the host."""
 
-    def __init__(self, *, stream: Stream, event: Event, device: torch.device) -> None:
-        self.event = event
-        self._stream, self._device = stream, device
+    def __init__(self, *, event: Event, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def wait(self) -> None:
         """Makes later work of the current stream start after the copy, without blocking the host."""
@@ -159,9 +167,29 @@ class Copy:
         """Whether the copy is done."""
         return self.event.query()
 
-    def on_its_stream(self) -> AbstractContextManager:
-        """Context in which the copy's stream is current: work issued there runs after the copy and overlaps with compute."""
-        return _active.api.use(self._stream)
+
+class Aside:
+    """A place in the order of the current stream, from which work runs next to the stream's later work: on the device's stream of gathers.
+
+    Collectives follow the stream on which they are issued. So one that waits for a copy or for the host neither delays computing nor waits
+    for what is computed in the meantime.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """tensor: a tensor of any shape on the device. Without streams, work runs as everywhere."""
+        self._device, self._behind = tensor.device, None
+        if has_streams(tensor):
+            self._behind = current_event(tensor.device)
+
+    def run(self, task: Callable[[], T]) -> "T | Copy":
+        """Calls `task()` and returns its result, an object with `wait()`. If that is None, the result waits for the stream of gathers."""
+        if self._behind is None:
+            return task()
+        stream = _gathers(self._device)
+        stream.wait_event(self._behind)
+        with _active.api.use(stream):
+            pending = task()
+        return Copy(event=stream.record_event(), device=self._device) if pending is None else pending
 
 
 def start_copy(source: Tensor, *, out: Tensor, after: Copy | None = None) -> Copy | None:
@@ -186,7 +214,7 @@ def copy_on(stream: Stream, *, source: Tensor, out: Tensor, after: Copy | None =
     with _active.api.use(stream):
         out.copy_(source, non_blocking=True)
     _active.api.keep_for(on_device, stream=stream)
-    return Copy(stream=stream, event=stream.record_event(), device=on_device.device)
+    return Copy(event=stream.record_event(), device=on_device.device)
 
 
 def copy_behind(event: Event, *, source: Tensor, out: Tensor) -> None:
@@ -221,3 +249,9 @@ class Reading:
 def _copies(device: torch.device) -> tuple[Stream, Stream]:
     """The copy streams to and from a device."""
     return _active.api.new(device), _active.api.new(device)
+
+
+@functools.cache
+def _gathers(device: torch.device) -> Stream:
+    """The stream from which a device's gathers start, see `Aside`."""
+    return _active.api.new(device)

@@ -91,8 +91,7 @@ class QuantizedCollectives(Exchange):
         def unpack() -> None:  # including the own shard, so that all ranks compute with the same values
             weights.unpack(packed, full=full)
 
-        # With a copy, packing starts when the shards are awaited. Starting at once would stall the current stream until the copy is done.
-        before = then(after, action=pack, is_immediate=after.is_immediate and after.copy is None)
+        before = then(after, action=pack, is_immediate=after.is_immediate)
         return then(
             self._comm.all_gather(packed.view(-1), label=f"{label} as {weights.name}", after=before), action=unpack
         )

@@ -15,7 +15,7 @@ from ztk.core.runtime.clock import PhaseClock
 from ztk.core.runtime.pending import Handle, Pending
 from ztk.core.runtime.planned import place_of
 from ztk.core.runtime.store import Store
-from ztk.core.runtime.streams import Stream, order_behind_current, stream_of
+from ztk.core.runtime.streams import Stream, has_streams, order_behind_current, stream_of
 from ztk.zero.buckets.exchange import Exchange
 from ztk.zero.buckets.layout import BucketLayout, Placement
 from ztk.zero.buckets.piece import Piece
@@ -240,15 +240,18 @@ class Residency:
         # Ranks finish their updates at different times, but must all start the collective alike. So this checks whether there is
         # an update, not whether it is done.
         # Data from the disk is present after the host has waited; data from main memory arrives in stream order.
-        is_immediate = self._store.tier is not Tier.nvme and self.updated is None
-        fetches = self._fetch_shard() if self.updated is None or self.updated.done() else None
+        is_on_disk = self._store.tier is Tier.nvme
+        is_immediate = not is_on_disk and self.updated is None
+        # Copies between memories of a GPU's machine belong to the stream of the collective, so that computing does not wait for them.
+        assert self.full is not None
+        is_early = (is_on_disk or not has_streams(self.full)) and (self.updated is None or self.updated.done())
+        fetches = self._fetch_shard() if is_early else None
 
         def finish() -> None:
             for fetch in self._fetch_shard() if fetches is None else fetches:
                 fetch.wait()
 
-        copy = fetches[-1].copy if is_immediate and fetches else None  # all run on one stream, in this order
-        return Handle(finish=finish, is_immediate=is_immediate, copy=copy)
+        return Handle(finish=finish, is_immediate=is_immediate)
 
     def _fetch_shard(self) -> list[Handle]:
         self.wait_for_update()

@@ -120,7 +120,7 @@ def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> Copy | None:
 
 def _handle(value: Tensor, *, copy: Copy | None) -> Handle:
     """A handle of `value` that makes the current stream wait for `copy`, if there is one."""
-    return Handle(value, finish=None if copy is None else copy.wait, copy=copy)
+    return Handle(value, finish=None if copy is None else copy.wait)
 
 
 def _finish_copy(slot: HostSlot) -> None:

@@ -248,7 +248,7 @@ class ShardUpdate:
                 if _needs_gather(bucket):
                     expects = overlaps and not bucket.residency.is_viewed
                     copy = writes[-1].copy  # the bucket's last copy; the others precede it on the stream
-                    after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
+                    after = None if copy is None else Handle(finish=copy.wait, is_immediate=True)
                     gather = bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after)
                     gathers.append((bucket, gather, expects))
                 if bucket.residency.updated is not None:

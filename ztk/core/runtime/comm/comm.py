@@ -25,7 +25,7 @@ from ztk.core.runtime.pending import Handle
 from ztk.core.runtime.planned import note_read
 from ztk.core.runtime.ranges import named
 from ztk.core.runtime.serial import SerialThread
-from ztk.core.runtime.streams import current_event, is_capturing
+from ztk.core.runtime.streams import Aside, current_event, is_capturing
 
 INLINE_BYTES = 1 << 13  # of an object in one broadcast; a larger one takes a second
 
@@ -145,8 +145,8 @@ class Comm:
         """Gathers in place: every rank's slice of `full` [size * n] reaches every rank. Runs `after.wait()` first, if given.
 
         after: a handle that must complete before the collective starts. Without a communication thread (one rank, or NCCL), a collective
-        with a dependency starts in its own `wait()`, which every rank calls at the same place of the program. If `after` is immediate it
-        starts at once, on the stream of its copy if there is one.
+        with a dependency starts in its own `wait()`, which every rank calls at the same place of the program, or at once if `after` is
+        immediate. On a GPU it then follows the work before this call, and runs next to later work (`streams.Aside`).
         """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
@@ -417,13 +417,10 @@ class Comm:
             return None
 
         if self._thread is None:
-            if after is not None and not after.is_immediate:
-                return Work(task, counters=self.counters)
-            if after is None or after.copy is None:
+            if after is None:
                 return Work(task(), counters=self.counters)
-            with after.copy.on_its_stream():  # runs after the copy, without blocking the current stream
-                pending = task()
-            return Work(after.copy if pending is None else pending, counters=self.counters)
+            start = functools.partial(Aside(tensor).run, task)
+            return Work(start() if after.is_immediate else start, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
 
     def _run(self, run: Callable, *, name: str) -> Any:
