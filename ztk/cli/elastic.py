@@ -1,13 +1,15 @@
 """Restarts the remaining ranks of a run after others were killed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from ztk import config as configuration
 from ztk.cli.interrupted import saving_notice
-from ztk.config import Config
+from ztk.config import Config, ConfigError
 from ztk.core.launch import RankError, run_ranks, worker_command
+from ztk.core.launch.binding import cores_of_ranks
+from ztk.core.policies.launch import LaunchConfig
 from ztk.report.folder import SUMMARY, write_json
 from ztk.report.status import read_summary
 
@@ -41,6 +43,7 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
                 save_seconds=config.checkpoint.grace_seconds or 0.0,  # set only for tasks that train and save
                 on_signal=partial(say, saving_notice(config)),
                 debug=launch.debug,
+                cores=bound_cores(launch, places=places[:started]),
             )
             break
         except RankError as error:
@@ -55,6 +58,20 @@ def run_until_done(config: Config, *, say: Callable[..., None]) -> None:
         config = smaller
     if losses:
         write_json(folder / SUMMARY, values=read_summary(folder) | {"lost_ranks": losses})
+
+
+def bound_cores(launch: LaunchConfig, *, places: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """The cores of each rank with `launch.bind_cores`, else None. places: GPU of each rank.
+
+    Raises:
+        ConfigError: a rank would have no core, or fewer than `launch.threads`.
+    """
+    if not launch.bind_cores:
+        return None
+    try:
+        return cores_of_ranks(places, on_gpus=launch.device == "cuda", threads=launch.threads)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def set_aside(path: Path, *, name: str) -> None:

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ztk
 from ztk import config as configuration
-from ztk.cli.elastic import run_until_done
+from ztk.cli.elastic import bound_cores, run_until_done
 from ztk.cli.folders import FolderRefused, clear, settle_folder
 from ztk.cli.help import requested_help
 from ztk.cli.interrupted import sweep_line, way_on
@@ -273,7 +273,8 @@ class Session:
             raise ConfigError(["launch=slurm submits the jobs of a sweep as an array: leave hydra/launcher out"])
 
     def _prepare(self, config: Config) -> None:
-        """Rejects bad text, and reward functions and environments that fail, before ranks start."""
+        """Rejects bad text, reward functions and environments that fail, and cores that ranks cannot have, before ranks start."""
+        bound_cores(config.launch, places=range(config.launch.ranks))
         try:
             with shown_progress(say=self._say) as show:
                 configuration.prepare_text(config, show=show)

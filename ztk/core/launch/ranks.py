@@ -22,6 +22,7 @@ def run_ranks(
     save_seconds: float = 0.0,
     on_signal: Callable[[], None] | None = None,
     debug: int | None = None,
+    cores: Sequence[tuple[int, ...]] | None = None,
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
@@ -30,7 +31,7 @@ def run_ranks(
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
     `OMP_NUM_THREADS`, and `allocator_settings`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
-    debug: the rank that has the terminal and the keyboard in place of rank 0.
+    debug: the rank that has the terminal and the keyboard in place of rank 0. cores: cores of each rank. Defaults to all of this process.
 
     Raises RankError with the first cause when a rank fails, KeyboardInterrupt after SIGINT, SystemExit(128 + signal)
     after SIGTERM and SIGHUP. In every case all ranks have ended before.
@@ -52,6 +53,7 @@ def run_ranks(
                     memory=memory,
                 ),
                 log=None if rank == (debug or 0) else log_path(output_dir, rank=rank),
+                cores=None if cores is None else cores[rank],
                 has_keyboard=rank == debug,
             )
             for rank in range(ranks)

@@ -59,6 +59,10 @@ _STARTS = When(
     "python run.py; torchrun starts ranks again by itself, with --max-restarts",
     lambda config, machine: not machine.started_ranks,
 )
+_LOCAL = When(
+    "python run.py; torchrun has --numa-binding, srun --cpu-bind",
+    lambda config, machine: not machine.started_ranks and config.launch.starter is Starter.local,
+)
 _MEETS = When(
     "torchrun, srun, launch=slurm and launch=ray; ranks that run.py starts have no such limit",
     lambda config, machine: bool(machine.started_ranks) or config.launch.starter is not Starter.local,
@@ -141,6 +145,12 @@ class LaunchConfig:
     threads: int | None = key(
         "CPU threads per rank; null: OMP_NUM_THREADS, else the cores divided by the ranks",
         range=Range(low=1, high=4096),
+    )
+    bind_cores: bool | None = key(
+        "binds each rank to cores of its own, and so to their memory: of the NUMA node of its GPU, else an equal share",
+        default=False,
+        acts=_LOCAL,
+        idle=False,
     )
     timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=YEAR)
     start_seconds: float | None = key(

@@ -88,6 +88,22 @@ def count_gpus() -> int:
     return present if visible is None else min(present, len(visible.split(",")))
 
 
+def gpu_addresses() -> list[str]:
+    """Returns the PCI address of each visible GPU of NVIDIA, as in `0000:3b:00.0`, in the order of torch's numbers.
+
+    Empty if the driver does not name one of them. torch's order is the driver's where all GPUs are of one kind.
+    """
+    lines = _lines("nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
+    found = {uuid.strip(): address.strip().lower() for uuid, _, address in (line.partition(",") for line in lines)}
+    addresses = [f"{int(domain, 16):04x}:{rest}" for domain, _, rest in (one.partition(":") for one in found.values())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return addresses
+    by_name = dict(zip([*found, *map(str, range(len(addresses)))], addresses * 2, strict=True))
+    words = [word.strip() for word in visible.split(",")]
+    return [by_name[word] for word in words] if all(word in by_name for word in words) else []
+
+
 def _torch_backend() -> str | None:
     """Returns `cuda`, `hip` or None, from the torch package's version file."""
     spec = importlib.util.find_spec("torch")
