@@ -9,8 +9,9 @@
 Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
 files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml. The other sets add their rows: `more` (further steps on one
 GPU), `training` (ztk and its peers with torch.compile, in three rounds), `peers` (kernels next to their fastest peers), `serving` (products
-of prompts and of decoding, with a test of their bits), `offload` (the update in main memory alone and in training) and `several` (2 or more
-ranks). On one GPU the ranks of `several` share it, and their collectives use gloo; FSDP2 and DDP are left out then.
+of prompts and of decoding, with a test of their bits), `offload` (the update in main memory alone and in training), `launch` (both launches
+of kernels, in three rounds) and `several` (2 or more ranks). On one GPU the ranks of `several` share it, and their collectives use gloo;
+FSDP2 and DDP are left out then.
 `scripts/gpu_item.py` describes the steps.
 """
 
@@ -49,7 +50,8 @@ COMPARED = ("attention", "adamw", "linear_cross_entropy", "rms_norm", "grouped_m
 SERVED = ("linear_rows", "gated_rows", "paged_attention")  # of a decoding step, the first two of prompts, too
 COMPILED = ("ztk0", "ztk0+compile", "plain+compile", "fsdp2+compile")
 ROUNDS = 3  # in turns, so that a GPU's clock and temperature are the same for all
-SETS = ("first", "more", "training", "peers", "serving", "offload", "several")
+LAUNCHES = ("private", "public")  # of ZTK_LAUNCH
+SETS = ("first", "more", "training", "peers", "serving", "offload", "launch", "several")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,8 @@ def steps(*, dry: bool, work: Path, kind: str = "first") -> list[Step]:
             made = serving_steps(dry=dry, work=work)
         case "offload":
             made = offload_steps(dry=dry)
+        case "launch":
+            made = launch_steps(dry=dry)
         case "several":
             made = several_steps(dry=dry)
         case _:
@@ -138,6 +142,18 @@ def offload_steps(*, dry: bool) -> list[Step]:
         *(item("speed", contender, dry=dry, limit=60) for contender in contenders),
         *(item("overlap", contender, dry=dry, limit=60) for contender in contenders[:2]),
     ]
+
+
+def launch_steps(*, dry: bool) -> list[Step]:
+    """Training and eager decoding by both launches of kernels, in rounds; in the first one kernels are compiled."""
+    made = [item("machine", dry=dry, limit=25)]
+    for number in range(1, ROUNDS + 1):
+        for launch in LAUNCHES:
+            for name, limit in (("launches", 45), ("eager", 40)):
+                step = item(name, dry=dry, limit=limit)
+                command = ("env", f"ZTK_LAUNCH={launch}", *step.command)
+                made.append(replace(step, name=f"{name} {launch}, round {number}", command=command))
+    return made
 
 
 def kernel_steps(ops: Sequence[str], *, minutes: float, dry: bool, work: Path) -> list[Step]:

@@ -1,10 +1,12 @@
 """One item of `scripts/first_hour.py`; prints one line of JSON. Exit code 1, with the reasons, if a check fails.
 
-    python scripts/gpu_item.py machine | answers | decode | nccl | job | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
+    python scripts/gpu_item.py machine | answers | decode | eager | launches | nccl | job
+    python scripts/gpu_item.py identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
     python scripts/gpu_item.py host_update | volume | identity bf16 | speed ztk0 | overlap ztk3 --ranks 2 [--shared]
 
 identity: stages and tiers train to the same bits, without torch's deterministic mode; a host optimizer agrees within rounding.
 memory: model state from the CUDA allocator's counters, compared with the ledger and the formula of the ZeRO paper.
+eager: times of decoding without graphs. launches: steps of small batches; both compare the launches of ZTK_LAUNCH.
 host_update: AdamW in main memory by ztk's workers and by torch's teams of threads, by numbers of threads; their bits must be equal.
 job: the main job, `python run.py`; its held-out loss must be below the text's byte-bigram entropy.
 overlap: from a trace, the hidden share of copies and collectives, and the step compared with its longest part, the host's update
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -38,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench import parser_of
 from scripts.gpu_host import host_update
+from scripts.gpu_launch import launches
 from scripts.gpu_training import (
     MEDIUM,
     SEED,
@@ -120,7 +124,7 @@ def answers(process: Process) -> dict:
     return {"graphs": has_graphs, "tokens": sum(map(len, batch)), "seconds": seconds}
 
 
-def decode(process: Process) -> dict:
+def decode(process: Process, *, graphs: bool = True) -> dict:
     """Median seconds of a decoding step of an 8B model with random weights per number of sequences, and tokens of prompts per second."""
     on_gpu = process.device.type == "cuda"
     config, longest = (LLAMA, max(DECODED.values())) if on_gpu else (TINY, TINY.max_seq_len)
@@ -132,6 +136,8 @@ def decode(process: Process) -> dict:
         cache_tokens=(max(DECODED) + 1) * longest,
     )
     generator = Generator(random_decoder(config, device=process.device), policy=policy)
+    if not graphs:
+        generator._stepper.graphs = None
     for rows in DECODED:
         for row in range(rows):  # without a common prefix, also with the prompts of the turn before
             prompt = [(rows + row + 3 * place) % config.vocab_size for place in range(longest - answer)]
@@ -204,6 +210,8 @@ ITEMS: dict[str, tuple[Callable[..., dict], tuple[str, ...]]] = {
     "machine": (machine, ()),
     "answers": (answers, ()),
     "decode": (decode, ()),
+    "eager": (partial(decode, graphs=False), ()),
+    "launches": (launches, ()),
     "nccl": (nccl, ()),
     "identity": (identity, ("precision",)),
     "volume": (volume, ()),

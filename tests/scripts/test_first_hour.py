@@ -33,7 +33,7 @@ def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["more", "training", "peers", "serving", "offload", "several"])
+@pytest.mark.parametrize("kind", ["more", "training", "peers", "serving", "offload", "launch", "several"])
 def test_further_steps_run_on_a_cpu(kind, tmp_path):
     """The ranks of a CPU share it, as the ranks of a GPU do."""
     assert first_hour.run(tmp_path, dry=True, only=(), kind=kind) == 0
@@ -49,6 +49,10 @@ def test_further_steps_run_on_a_cpu(kind, tmp_path):
     elif kind == "serving":
         measured = {row["op"] for row in json.loads((tmp_path / "kernels.json").read_text())}
         assert measured == set(first_hour.SERVED) and rows["answers"]["tokens"] == 96
+    elif kind == "launch":
+        found = [rows[f"launches {launch}, round {number}"] for launch in first_hour.LAUNCHES for number in (1, 2, 3)]
+        assert [row["launch"] for row in found] == ["private"] * 3 + ["public"] * 3
+        assert len({row["loss_tiny"] for row in found}) == 1 and rows["eager public, round 3"]["batch_64"] > 0
     elif kind == "offload":
         alone = rows["host_update"]
         assert alone["bytes_per_second"] == 28 * alone["elements"] / min(
