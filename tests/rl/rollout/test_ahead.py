@@ -117,8 +117,8 @@ def play_waiting(process: Process, *, config) -> dict:
     """A run that waits for each rollout that is drawn ahead."""
     start = Ahead.start
 
-    def and_wait(self, draw):
-        start(self, draw)
+    def and_wait(self, draw, **options):
+        start(self, draw, **options)
         self.wait()
 
     Ahead.start = and_wait
