@@ -25,17 +25,18 @@ RUN = (
 )
 
 
+STEPS = 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def agent(
-    node: int, *, port: int, folder: Path, steps: int, launcher: tuple[str, ...] = TORCHRUN, nodes: int = 2
+    node: int, *, port: int, folder: Path, launcher: tuple[str, ...] = TORCHRUN, nodes: int = 2
 ) -> subprocess.Popen:
     """An agent of one of `nodes` nodes, which share two ranks."""
     place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--rdzv-endpoint=localhost:{port}")
     command = [*launcher, *place, "--rdzv-backend=c10d", "--rdzv-id=agents", "--max-restarts=3"]
-    command += [str(ROOT / "run.py"), *RUN, f"train.steps={steps}", f"hydra.run.dir={folder}"]
-    log = (folder.parent / f"agent-{node}.log").open("a")
+    command += [str(ROOT / "run.py"), *RUN, f"train.steps={STEPS}", f"hydra.run.dir={folder}"]
+    log = (folder.parent / f"agent-{node}.log").open("w")
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, cwd=ROOT)
 
 
@@ -63,15 +64,32 @@ def steps_in(folder: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+def wait_for_steps(folder: Path, *, steps: int) -> None:
+    end = time.monotonic() + 300
+    while steps_in(folder) < steps:
+        assert time.monotonic() < end, f"{steps_in(folder)} steps"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory) -> str:
+    """Of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    one = agent(0, port=free_port(), folder=folder, nodes=1)
+    assert one.wait(timeout=300) == 0, (folder.parent / "agent-0.log").read_text()[-4000:]
+    return digest_of(folder)
+
+
+def digest_of(folder: Path) -> str:
+    return json.loads((folder / "summary.json").read_text())["loss_digest"]
+
+
 @pytest.mark.parametrize("stopped", [True, False], ids=["rank 0 stopped", "rank 0 alive"])
-def test_both_agents_restart_after_one_rank_was_killed(stopped, tmp_path):
-    port = free_port()
-    folder, steps = tmp_path / "run", 400
-    agents = [agent(node, port=port, folder=folder, steps=steps) for node in range(2)]
+def test_both_agents_restart_after_one_rank_was_killed(stopped, digest, tmp_path):
+    port, folder = free_port(), tmp_path / "run"
+    agents = [agent(node, port=port, folder=folder) for node in range(2)]
     try:
-        end = time.monotonic() + 120
-        while steps_in(folder) < 50 and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for_steps(folder, steps=50)
         ranks = ranks_of(agents)
         if stopped:
             os.kill(ranks[0], signal.SIGSTOP)
@@ -84,31 +102,24 @@ def test_both_agents_restart_after_one_rank_was_killed(stopped, tmp_path):
     assert codes == [0, 0], logs[-4000:]
     assert "continues after step" in logs
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert digest_of(folder) == digest
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("nvidia_resiliency_ext") is None, reason="needs nvidia-resiliency-ext 0.4.1 (ft_launcher)"
 )
-def test_ft_launcher_restarts_a_killed_rank(tmp_path):
-    """Its run has the digest of an undisturbed one by torchrun."""
+def test_ft_launcher_restarts_a_killed_rank(digest, tmp_path):
+    folder = tmp_path / "run"
     ft_launcher = (str(Path(sys.executable).parent / "ft_launcher"), "--ignore-missing-fault-tol-cfg")
-    digests = []
-    for launcher in (TORCHRUN, ft_launcher):
-        folder = tmp_path / str(len(digests))
-        one = agent(0, port=free_port(), folder=folder, steps=200, launcher=launcher, nodes=1)
-        try:
-            if launcher is ft_launcher:
-                end = time.monotonic() + 120
-                while steps_in(folder) < 50 and time.monotonic() < end:
-                    time.sleep(0.05)
-                os.kill(ranks_of([one])[1], signal.SIGKILL)
-            code = one.wait(timeout=300)
-        finally:
-            one.kill()
-        log = (tmp_path / "agent-0.log").read_text()
-        assert code == 0, log[-4000:]
-        assert ("continues after step" in log) is (launcher is ft_launcher), log[-4000:]
-        digests.append(json.loads((folder / "summary.json").read_text())["loss_digest"])
-    assert digests[0] == digests[1]
+    one = agent(0, port=free_port(), folder=folder, launcher=ft_launcher, nodes=1)
+    try:
+        wait_for_steps(folder, steps=50)
+        os.kill(ranks_of([one])[1], signal.SIGKILL)
+        code = one.wait(timeout=300)
+    finally:
+        one.kill()
+    log = (tmp_path / "agent-0.log").read_text()
+    assert code == 0, log[-4000:]
+    assert "continues after step" in log, log[-4000:]
+    assert digest_of(folder) == digest
