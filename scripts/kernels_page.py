@@ -292,7 +292,7 @@ kernel, on a CPU torch's operations.
   keep two tensors. It would save 0.12 % of a 7b layer's elementwise traffic.
 - **Attention's backward** has seven products. Five would need atomics, whose order is not fixed, or more traffic
   ([counts](results.md#counts-behind-the-design-of-two-kernels)). FlashAttention-3's deterministic backward replaces it for shapes where it is
-  installed and [measured faster](gpu.md#attentions-backward).
+  installed and measured faster, as its forward or cuDNN's replaces ztk's [in the same way](gpu.md#attention-by-libraries).
 - **Experts on Hopper**: 16-bit weights are loaded by the copy engine (TMA) through descriptors that the host makes, if their rows are
   multiples of 16 bytes. Other rows and Blackwell use pointers.
 - **Launches.** `ztk.kernels.launch.jit` finds a compiled program by a tuple of its arguments; launchers of small ops keep grid, constants
