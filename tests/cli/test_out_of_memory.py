@@ -23,7 +23,7 @@ def failed(tmp_path, monkeypatch):
     """Makes a rank of a run fail with an error while a ledger exists. Returns the run's folder."""
     config = compose(*WORDS, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     save(config, path=tmp_path / "config.yaml")
-    monkeypatch.setattr(worker, "log_to", lambda path: sys.stderr)
+    monkeypatch.setattr(worker, "log_to", lambda path, appends: sys.stderr)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
 
     def fail(error: Exception):
