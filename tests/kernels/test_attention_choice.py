@@ -20,7 +20,7 @@ from ztk.kernels.shared.attention_choice import CUDNN, FLASH, OWN
 def folder(tmp_path, monkeypatch):
     """Of the records. No choice is known, a call takes as many seconds as its function has in `seconds`, and the GPU is an H200."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(attention_choice, "gpu_seconds", lambda run: run.seconds)
+    monkeypatch.setattr(attention_choice, "gpu_seconds", lambda run: run.func.seconds)
     monkeypatch.setattr(attention_choice, "_versions", lambda device: ("H200", "3.0"))
     attention_choice.agree_by(None)
     yield tmp_path / "ztk_attention"
@@ -46,7 +46,7 @@ def refused():
 def choose(*, own, heads: int = 4, **others) -> str:
     q = torch.zeros(8, heads, 16, dtype=torch.bfloat16)
     sizes = {"cu_seqlens": None, "T": 8, "causal": True, "window": 0}
-    return attention_choice.choose("backward", q=q, k=q, **sizes, own=own, others=others)
+    return attention_choice.choose("backward", (), q=q, k=q, **sizes, own=own, others=others)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,9 @@ def test_logarithms_must_agree_to_more_digits_than_results(folder):
     assert choose(own=own, heads=2, other=Computing(seconds=0.5, error=2.0**-12, dtype=torch.float32)) == OWN
 
 
-def test_the_fastest_of_several_is_chosen_and_logged(folder, caplog):
+def test_the_fastest_of_several_is_chosen_and_logged(folder, caplog, monkeypatch):
+    for name in ("has_flash", "has_cudnn"):
+        monkeypatch.setattr(attention_choice, name, lambda: True)
     others = {FLASH: Computing(seconds=0.7), CUDNN: Computing(seconds=0.6), "third": refused}
     with caplog.at_level(logging.INFO, logger="ztk"):
         assert choose(own=Computing(seconds=1.0), **others) == CUDNN

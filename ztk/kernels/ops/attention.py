@@ -15,7 +15,6 @@ Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691
 
 import itertools
 import math
-from functools import partial
 
 import torch
 import triton.language as tl
@@ -129,17 +128,11 @@ def _launch_fwd(
 ) -> tuple[Tensor, Tensor]:
     given = (q, k, v, cu_seqlens, T, causal, window, scale)
     if attention_choice.is_open(q):
-        others = {}
-        if attention_choice.has_flash():
-            others[attention_choice.FLASH] = partial(_flash_fwd, *given)
-        if cu_seqlens is None and not window and attention_choice.has_cudnn():
-            others[attention_choice.CUDNN] = partial(_cudnn_fwd, *given)
         chosen = attention_choice.choose(
-            "forward", q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=partial(_launch_own_fwd, *given),
-            others=others,
+            "forward", given, q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=_launch_own_fwd, others=_LIBRARIES
         )  # fmt: skip
         if chosen != attention_choice.OWN:
-            return others[chosen]()
+            return _LIBRARIES[chosen](*given)
     return _launch_own_fwd(*given)
 
 
@@ -174,6 +167,9 @@ def _cudnn_fwd(
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*views, None, True, 0.0, causal, scale=scale)
     # [sequences, H, T, D] and [sequences, H, T] or [sequences, H, T, 1]
     return out.transpose(1, 2).reshape(tokens, H, D), lse.reshape(-1, H, T).transpose(0, 1).reshape(H, tokens)
+
+
+_LIBRARIES = {attention_choice.FLASH: _flash_fwd, attention_choice.CUDNN: _cudnn_fwd}
 
 
 def _cpu_fwd(

@@ -10,8 +10,6 @@ products in all. Five would do in one kernel if dQ were added over blocks of key
 for which programs wait for each other.
 """
 
-from functools import partial
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -201,13 +199,11 @@ def _launch_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     given = (d_out, q, k, v, out, lse, cu_seqlens, T, causal, window, scale)
     if attention_choice.is_open(q):
-        others = {attention_choice.FLASH: partial(_flash_bwd, *given)} if attention_choice.has_flash() else {}
         chosen = attention_choice.choose(
-            "backward", q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=partial(_launch_own_bwd, *given),
-            others=others,
+            "backward", given, q=q, k=k, cu_seqlens=cu_seqlens, T=T, causal=causal, window=window, own=_launch_own_bwd, others=_LIBRARIES
         )  # fmt: skip
         if chosen != attention_choice.OWN:
-            return others[chosen]()
+            return _LIBRARIES[chosen](*given)
     return _launch_own_bwd(*given)
 
 
@@ -253,6 +249,9 @@ def _flash_bwd(
         deterministic=True,
     )
     return d_q, d_k, d_v
+
+
+_LIBRARIES = {attention_choice.FLASH: _flash_bwd}
 
 
 def _cpu_bwd(

@@ -23,6 +23,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def is_open(q: Tensor) -> bool:
 
 def choose(
     direction: str,
+    given: tuple,
     *,
     q: Tensor,
     k: Tensor,
@@ -94,13 +96,13 @@ def choose(
     T: int,
     causal: bool,
     window: int,
-    own: Compute,
-    others: Mapping[str, Compute],
+    own: Callable[..., tuple[Tensor, ...]],
+    others: Mapping[str, Callable[..., tuple[Tensor, ...]]],
 ) -> str:
     """`OWN` or a name of `others` for a shape, see [Note: One choice per shape].
 
     direction: forward or backward. q: [tokens, H, D]. k: [tokens, H_kv, D]. cu_seqlens: int32 [sequences + 1], or None if all sequences have T
-    tokens. own, others: compute the results of this call, in one order, of one dtype each.
+    tokens. own, others: with the arguments `given` each computes the results of this call, in one order and with equal dtypes.
 
     Raises:
         RuntimeError: the other nodes have a library that this node lacks.
@@ -110,8 +112,20 @@ def choose(
     key = (direction, *q.shape, k.shape[1], str(q.dtype), q.stride(0), *packed, causal, window)
     found = _chosen.get(key)
     if found is None:
-        found = _chosen[key] = _agreed(key, device=q.device, own=own, others=others)
+        able = {
+            name: partial(other, *given)
+            for name, other in others.items()
+            if _takes(name, cu_seqlens=cu_seqlens, window=window)
+        }
+        found = _chosen[key] = _agreed(key, device=q.device, own=partial(own, *given), others=able)
     return found
+
+
+def _takes(name: str, *, cu_seqlens: Tensor | None, window: int) -> bool:
+    """Whether the library is there and takes these sequences."""
+    if name == CUDNN:
+        return cu_seqlens is None and not window and has_cudnn()
+    return name != FLASH or has_flash()
 
 
 def _agreed(key: tuple, *, device: torch.device, own: Compute, others: Mapping[str, Compute]) -> str:
@@ -210,7 +224,7 @@ def _digest(*parts: object) -> str:
 
 @functools.cache
 def _versions(device: torch.device) -> tuple[str, ...]:
-    """The GPU, and the versions of what computes attention."""
+    """The GPU, and the versions of all that may compute attention."""
     packages = importlib.metadata.packages_distributions().get(PACKAGE, [])
     installed = (f"{name} {importlib.metadata.version(name)}" for name in packages)
     cudnn = f"cudnn {torch.backends.cudnn.version()}"
