@@ -48,7 +48,7 @@ def run_task(
     """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log.
 
     end: ends the process after a section that took longer than its limit (`ztk.core.runtime.sections`). It runs in another thread.
-    logs: the output also goes to the rank's log, after that of an earlier start. False: it goes there alone, as ztk's launcher arranges.
+    logs: the output also goes to the rank's log, behind the text of an earlier start. False: ztk's launcher writes the log.
     """
     open_closed_streams()
     prefer_own_modules()

@@ -304,7 +304,7 @@ class Saver:
         }
 
     def _open(self, draft: dict[str, Any], *, started: float) -> _Job:
-        """Opens an empty file per rank in one temporary folder, or in that of its node."""
+        """Opens an empty file per rank in one temporary folder, or in its node's."""
         comm, rank = self._process.comm, self._process.rank
         info = ModelInfo.gather(self._engine)
         listed = [own for own in info.parameters if own.trainable or not self._trained_only]

@@ -7,7 +7,7 @@ keeps the last one in 16 bits:
     gradient of x       [M, K] = d_out * scale of the weight's row [M, N] by rows      the weight's codes [N, K]
     gradient of weight  [N, K] = d_out [M, N] by columns      x [M, K] by columns
 
-The forward finds the largest magnitudes of x by rows and by columns in one read, and the backward those of the output's gradient. Codes of
+The forward finds the largest magnitudes of x by rows and by columns in one read, and the backward does so for the output's gradient. Codes of
 the gradient by rows and by columns are written in one read, too. Results are bfloat16, as are inputs and weights.
 """
 

@@ -62,7 +62,7 @@ def test_rows_and_columns_have_the_codes_and_scales_of_a_plain_loop(backend, dty
     assert columns.shape == (9, 48) and not columns[:, 37:].float().any()
     assert torch.equal(columns[:, :37].contiguous().view(torch.uint8), bytes_of)
     assert torch.equal(of_columns, scales)
-    again, of_again = quantise_rows(x.t().contiguous(), dtype=form)  # the two forms of one read are those of two
+    again, of_again = quantise_rows(x.t().contiguous(), dtype=form)  # one read gives the two forms that two reads give
     assert torch.equal(rows.view(torch.uint8), again.view(torch.uint8)) and torch.equal(of_columns_rows, of_again)
     turned, *_ = float8_codes(x, of_rows=float8_largest(x, columns=False)[0], turned=True, dtype=form)
     assert turned.shape == (37, 16) and not turned[:, 9:].float().any()
@@ -84,7 +84,7 @@ def test_scales_are_exact_next_to_a_power_of_two(backend, form):
 
 
 def test_a_factor_is_the_scale_of_each_column(backend):
-    """The gradient's rows are those of the gradient times the weight's scales, rounded to bfloat16."""
+    """The gradient's rows are multiplied by the weight's scales and rounded to bfloat16."""
     generator = torch.Generator().manual_seed(4)
     x, weight = (torch.randn(size, 48, generator=generator).bfloat16() for size in (37, 48))
     weight *= torch.logspace(-12, 12, 48)[:, None].bfloat16()

@@ -174,7 +174,7 @@ def lags(case: Case, *, folder: str) -> list[int]:
     ],
 )
 def test_gathers_run_next_to_the_forward_while_later_buckets_are_updated(name, expected, tmp_path):
-    """A gather that is asked for ahead follows the operations before that, not those of the layer that is computed meanwhile."""
+    """A gather that is asked for ahead follows the operations before its request, and not the layer that is computed meanwhile."""
     found = lags(CASES[name], folder=str(tmp_path))
     assert sum(lag > 0 for lag in found) == expected
     with mock.patch.object(Aside, "run", lambda aside, task: task()):

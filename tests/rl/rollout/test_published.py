@@ -143,7 +143,7 @@ def test_a_head_that_is_the_embedding_is_pulled_once(ranks, tmp_path, layout):
 
 
 def offered_values(process: Process, *, folder: Path, is_gpu: bool) -> list:
-    """What a rank at stage 3 offers: names, boxes and values, which are read after the engine has stepped on."""
+    """The names, boxes and values that a rank at stage 3 offers, read after the engine has stepped on."""
     with on_gpu(process) if is_gpu else nullcontext((process, None)) as (own, _):
         engine = make_bf16_engine(own, layout=Layout(stage=3, offload="none"), dtype="bf16", accumulation_steps=1)
         opens = partial(safe_open, framework="pt")

@@ -38,7 +38,7 @@ class Cores:
 def cores_of_ranks(places: Sequence[int], *, on_gpus: bool, threads: int, sysfs: Path = SYSFS) -> list[tuple[int, ...]]:
     """The cores of each rank of this machine: an equal part of the physical cores of a NUMA node, with all their hardware threads.
 
-    places: GPU of each rank, or any number without GPUs. The node is that of the rank's GPU. Where a GPU's node is not known, and without GPUs,
+    places: GPU of each rank, or any number without GPUs. A rank has its GPU's node. Where a GPU's node is not known, and without GPUs,
     ranks share all cores equally, in the order of nodes.
 
     Raises:

@@ -60,7 +60,7 @@ _STARTS = When(
     lambda config, machine: not machine.started_ranks,
 )
 _LOCAL = When(
-    "python run.py; torchrun has --numa-binding, srun --cpu-bind",
+    "launch=local by python run.py; torchrun has --numa-binding, srun --cpu-bind",
     lambda config, machine: not machine.started_ranks and config.launch.starter is Starter.local,
 )
 _MEETS = When(

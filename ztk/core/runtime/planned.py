@@ -15,7 +15,7 @@ step, and none at which `ema.every` above 1 or an evaluation is due. The reads o
 - `decision to step: the optimizer does not read it`: offloaded states or parameters, Muon, LAMB, torch's optimizers. Buffers are written to
   a store, matrices are sent, or torch's step runs only if the step is not skipped.
 - `rows per rank of the experts`: `topology.expert` above 1, once per layer and micro-batch. An all-to-all needs its sizes on the host; they
-  arrive while tokens are sorted. A repeated forward has those of the first one: [Note: One read per layer] in `ztk/parallel/moe/exchange.py`.
+  arrive while tokens are sorted. A repeated forward has the sizes of the first: [Note: One read per layer] in `ztk/parallel/moe/exchange.py`.
 - `numbers of ranks: ...`, `objects of ranks`, `an object of another rank`: the first backward, `skip_unused`, the first micro-batch of a
   pipeline. Ranks agree on an order, on names, on shapes.
 """

@@ -85,7 +85,7 @@ def contexts() -> tuple[_Forward, _Repetition]:
 def start_reading(values: Tensor, *, name: str) -> Callable[[], Tensor]:
     """Starts to copy `values` (any shape) to the host, and returns a function that waits for them. Work that is issued in between overlaps.
 
-    In a repetition the values are those of the forward, and nothing waits for the device. The device compares both, and fails if they differ.
+    A repetition returns the forward's values and waits for nothing. The device compares them with its own, and fails if they differ.
     name: label of the values, see `ztk.core.runtime.planned.watch_reads`.
     """
     repetition, within = None, list[_Forward]()

@@ -171,8 +171,8 @@ class Copy:
 class Aside:
     """A place in the order of the current stream, from which work runs next to the stream's later work: on the device's stream of gathers.
 
-    Collectives follow the stream on which they are issued. So one that waits for a copy or for the host neither delays computing nor waits
-    for what is computed in the meantime.
+    Collectives follow the stream on which they are issued. So one that waits for a copy or for the host does not delay computing, and does not
+    wait for later computing.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -3,7 +3,7 @@
     largest[v] = max |x| over a row or column v        scale[v] = 2^ceil(log2(largest[v] / Q))        code = x / scale
     Q = 448 (e4m3) or 57,344 (e5m2)
 
-A product sums over the last dimension of both matrices, so codes by columns are stored transposed. With a factor, rows are those of x with
+A product sums over the last dimension of both matrices, so codes by columns are stored transposed. With a factor, rows are of x with
 each column multiplied by that column's scale. Traffic of `float8_largest` is one read of x. `float8_codes` reads x once more and writes both
 forms. Both maxima of a matrix need all of it, so one pass fewer is impossible. [Note: Float8 numerics] has the reasons for the scales.
 
@@ -333,7 +333,7 @@ def float8_largest(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the largest magnitudes of rows, float32 [R], and of columns, [C], of `x` [R, C], in one read; None for those not asked for.
 
-    x: bfloat16 or float32. factor: largest magnitudes [C]; rows are those of x with each column multiplied by the e4m3 scale of its
+    x: bfloat16 or float32. factor: largest magnitudes [C]; the rows' maxima are of x with each column multiplied by the e4m3 scale of its
     magnitude. An infinity or NaN gives an infinity or NaN. No gradient. Raises ValueError for other shapes and dtypes.
     """
     x = _checked("float8_largest", x)
